@@ -1,0 +1,25 @@
+"""``trainer-rank train config.yaml``"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file with the run's configuration.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document per event instead of a table.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train as CONFIG says; leaves a folder with metrics, decisions and the adapter."""
+    from trainer_rank.cli.display import JsonLines, Table
+    from trainer_rank.training.load_config import load_config
+
+    loaded = load_config(config)
+    # Imported after the configuration is known to be valid: torch and transformers take seconds.
+    from trainer_rank.training.loop import train as run
+
+    with JsonLines() if json else Table() as display:
+        run(loaded, progress=display)

@@ -1,0 +1,118 @@
+"""The price of a pass that has not run yet: run it without data and watch what it allocates.
+
+The executor's own forward, head, boundary and backward run on a ``meta`` twin of the model. Two and three layers are
+enough: the rest of the stack is more of the same (``memory.extrapolate``). Prices are kept by the shape of the pass.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from trainer_rank.executor.recorder import AllocationRecorder
+from trainer_rank.executor.run import run_forward
+from trainer_rank.memory import Price, Recompute, Term, Timeline, extrapolate_layers, fold
+from trainer_rank.planner import PassWork
+from trainer_rank.runtime import Runtime
+
+SHALLOW: Final = 2
+DEEPER: Final = 3
+_META: Final = torch.device("meta")
+
+
+class DryRunPricer:
+    """Prices passes of one runtime by dry runs.
+
+    Args:
+        runtime: The live model; only its twins run.
+        head_chunk_rows: As the executor will use it.
+        caller_bytes_per_token: Declared peak of the caller's own loss, in bytes per logical token of a pass, beyond
+            the built-in losses that the dry run includes.
+    """
+
+    def __init__(self, runtime: Runtime, *, head_chunk_rows: int, caller_bytes_per_token: int) -> None:
+        self._runtime = runtime
+        self._head_chunk_rows = head_chunk_rows
+        self._caller_bytes_per_token = caller_bytes_per_token
+        self._twins: dict[tuple[int, Recompute], tuple[Runtime, _Relay]] = {}
+        self._prices: dict[tuple[str, Recompute], Price] = {}
+
+    def price(self, work: PassWork) -> Price:
+        """Return the price of a pass; the same shape is run dry once."""
+        key = (work.shape_key, self._runtime.recompute)
+        if key not in self._prices:
+            self._prices[key] = self._price(self.timeline(work), work)
+        return self._prices[key]
+
+    def timeline(self, work: PassWork) -> Timeline:
+        """Return the allocation timeline of a pass at the model's full depth."""
+        depth = self._runtime.facts.num_layers
+        if depth <= DEEPER:
+            return self._trace(work, depth)
+        return extrapolate_layers(self._trace(work, SHALLOW), self._trace(work, DEEPER), depth)
+
+    def _price(self, timeline: Timeline, work: PassWork) -> Price:
+        caller = self._caller_bytes_per_token * work.batch.logical_tokens
+        retained = timeline.end_of("outputs")
+        peak = timeline.peak
+        transient = peak.peak_bytes - retained
+        terms = (
+            Term(name="kept for backward", num_bytes=min(retained, peak.peak_bytes)),
+            Term(name=f"at work in {peak.mark.phase}", num_bytes=max(transient, 0)),
+            Term(name="caller's loss", num_bytes=caller),
+        )
+        return Price(
+            required_bytes=sum(term.num_bytes for term in terms),
+            retained_bytes=min(retained, peak.peak_bytes),
+            terms=terms,
+            phase=peak.mark.phase,
+            layer=peak.mark.layer,
+        )
+
+    def _twin(self, num_layers: int) -> tuple[Runtime, _Relay]:
+        key = (num_layers, self._runtime.recompute)
+        if key not in self._twins:
+            twin, relay = self._runtime.twin(num_layers), _Relay()
+            twin.mark_layers(relay)
+            self._twins[key] = twin, relay
+        return self._twins[key]
+
+    def _trace(self, work: PassWork, num_layers: int) -> Timeline:
+        twin, relay = self._twin(num_layers)
+        recorder = AllocationRecorder(_META)
+        relay.recorder = recorder
+        try:
+            with recorder:
+                self._step(twin, work, recorder)
+        finally:
+            relay.recorder = None
+            for parameter in twin.trainable_parameters():
+                parameter.grad = None
+        return fold(recorder.trace(num_layers))
+
+    def _step(self, twin: Runtime, work: PassWork, recorder: AllocationRecorder) -> None:
+        """Forward, a loss like the built-in ones, backward, commit."""
+        result = run_forward(
+            twin, work, head_chunk_rows=self._head_chunk_rows, map_error=lambda error: error, mark=recorder.mark
+        )
+        recorder.mark("loss")
+        if result.graph is None:
+            return
+        losses = [logprobs.sum() * -1.0 for logprobs in result.logprobs]
+        total = torch.stack(losses).sum()
+        del losses
+        recorder.mark("backward")
+        total.backward()  # type: ignore[no-untyped-call]
+        recorder.mark("end")
+
+
+class _Relay:
+    """Passes layer marks of a twin to the recorder of the dry run at hand."""
+
+    def __init__(self) -> None:
+        self.recorder: AllocationRecorder | None = None
+
+    def __call__(self, phase: str, layer: int) -> None:
+        if self.recorder is not None:
+            self.recorder.mark(phase, layer)

@@ -1,0 +1,60 @@
+"""Records which storages appear and vanish while the executor's own code runs on ``meta``."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from trainer_rank.memory import Event, Mark, Trace
+
+
+class AllocationRecorder(TorchDispatchMode):
+    """Context in which every new storage on a device becomes an event, and its release another.
+
+    Storages are counted once however many tensors share them. A result on a storage that some argument already had (a
+    view, an in-place result, an alias of a weight) is not new.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._steps: list[Mark | Event] = []
+        self._live: dict[int, Any] = {}
+
+    def mark(self, phase: str, layer: int | None = None) -> None:
+        """Begin a stretch."""
+        self._steps.append(Mark(phase, layer))
+
+    def trace(self, num_layers: int) -> Trace:
+        """Return what was recorded so far."""
+        return Trace(steps=tuple(self._steps), num_layers=num_layers)
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        fresh = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.device == self._device]
+        if fresh:
+            given = {leaf.untyped_storage()._cdata for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)}
+            for tensor in fresh:
+                self._note(tensor, given)
+        return result
+
+    def _note(self, tensor: Tensor, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if not nbytes or key in given or key in self._live:
+            return
+
+        def gone(_: Any) -> None:
+            del self._live[key]
+            self._steps.append(Event(-nbytes))
+
+        self._live[key] = weakref.ref(storage, gone)
+        self._steps.append(Event(nbytes))

@@ -1,0 +1,21 @@
+"""Attention over packed prefix trees: no dense mask, no copy of keys or values per path."""
+
+from trainer_rank.runtime.attention.kernels import CpuFlashKernel, CudaFlashKernel, Kernel, kernel_for
+from trainer_rank.runtime.attention.naive import dense_mask, naive_tree_attention
+from trainer_rank.runtime.attention.plan import AttentionPlan, Block, Bucket, attention_plan
+from trainer_rank.runtime.attention.tree import BoundAttention, tree_attention
+
+__all__ = [
+    "AttentionPlan",
+    "Block",
+    "BoundAttention",
+    "Bucket",
+    "CpuFlashKernel",
+    "CudaFlashKernel",
+    "Kernel",
+    "attention_plan",
+    "dense_mask",
+    "kernel_for",
+    "naive_tree_attention",
+    "tree_attention",
+]

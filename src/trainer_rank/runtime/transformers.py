@@ -1,0 +1,228 @@
+"""Hugging Face Transformers models: Llama, Qwen2 and Qwen3 through the library's own attention interface.
+
+No model code is copied. The library's decoder calls the attention function registered here and passes the packed
+batch's attention plan through as a keyword argument. Only the attention interface is registered, not the mask
+interface: the library then builds no mask and runs none of its packed-sequence detection, which would otherwise read
+restarting positions as boundaries and silently cut branches off their prefix.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from trainer_rank.errors import ConfigError, UnsupportedModelError
+from trainer_rank.memory import ModelFacts, Recompute
+from trainer_rank.prefix import PackedBatch
+from trainer_rank.runtime.attention import BoundAttention, attention_plan, kernel_for, tree_attention
+from trainer_rank.runtime.base import LayerMarker, Runtime
+from trainer_rank.runtime.support import check_adapter, check_supported
+from trainer_rank.runtime.transfer import to_device
+
+ATTENTION = "trainer_rank_tree"
+__all__ = ["LoraConfig", "TransformersRuntime"]
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    tree: BoundAttention | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The library's attention hook: (1, H, P, D) queries to ((1, P, H, D), no weights)."""
+    if tree is None:
+        raise UnsupportedModelError(
+            layer=type(module).__name__,
+            reason="the model was called without a packed batch",
+            next_step="Call it through TrainerRank, or set its attention implementation back to 'sdpa'",
+        )
+    assert attention_mask is None, "no mask is built for an attention function registered without a mask function"
+    return tree_attention(query, key, value, tree, scaling), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+class TransformersRuntime(Runtime):
+    """A causal language model of the Transformers library.
+
+    Args:
+        model: The model, or a PEFT model around it with one LoRA adapter. Its attention implementation is switched to
+            tree attention and its training mode turned on (there is no dropout to switch).
+        recompute: ``full`` runs each layer again in backward and keeps only its input; ``none`` keeps activations.
+
+    Raises:
+        UnsupportedModelError: The model cannot be run as prefix trees with unchanged numbers.
+    """
+
+    def __init__(self, model: nn.Module, *, recompute: Recompute = "full") -> None:
+        self._model = model
+        self._causal = model.get_base_model() if isinstance(model, PeftModel) else model
+        check_supported(self._causal.config)
+        self._peft_config: LoraConfig | None = None
+        if isinstance(model, PeftModel):
+            self._peft_config = model.peft_config[model.active_adapter]
+            check_adapter(self._peft_config)
+        if recompute not in ("full", "none"):
+            raise ConfigError(f"recompute must be 'full' or 'none', got {recompute!r}")
+        self._check_head()
+        self._causal.set_attn_implementation(ATTENTION)
+        if recompute == "full":
+            self._causal.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        else:
+            self._causal.activation_checkpointing_disable()
+        self._model.train()
+        self._parameters = tuple(p for p in model.parameters() if p.requires_grad)
+        self._facts = self._read_facts()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        lora: LoraConfig | None = None,
+        recompute: Recompute = "full",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+    ) -> TransformersRuntime:
+        """Load a model from a local folder and, with ``lora``, put a fresh adapter on it.
+
+        Args:
+            path: Folder with the model's configuration and weights.
+            lora: PEFT's LoRA configuration; None trains every parameter.
+            recompute: As in the constructor.
+            dtype: Parameter dtype, ``auto`` for the checkpoint's own.
+            device: Where to put the model.
+        """
+        config = transformers.AutoConfig.from_pretrained(path)
+        check_supported(config)
+        if lora is not None:
+            check_adapter(lora)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        return cls(model if lora is None else get_peft_model(model, copy.deepcopy(lora)), recompute=recompute)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model."""
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self._causal.lm_head.weight.device
+        return device
+
+    @property
+    def logprob_dtype(self) -> torch.dtype:
+        return torch.float64 if self._causal.lm_head.weight.dtype == torch.float64 else torch.float32
+
+    @property
+    def recompute(self) -> Recompute:
+        active = self._causal.is_activation_checkpointing and all(layer.training for layer in self._layers())
+        return "full" if active else "none"
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        device = self.device
+        kernel_dtype = self._causal.lm_head.weight.dtype
+        plan = attention_plan(batch.segment_start, batch.segment_stop, batch.subtree_stop)
+        hidden: Tensor = self._causal.model(
+            input_ids=to_device(batch.token_ids, device).unsqueeze(0),
+            position_ids=to_device(batch.positions, device).unsqueeze(0),
+            use_cache=False,
+            tree=BoundAttention.bind(plan, kernel_for(device, kernel_dtype), device),
+        ).last_hidden_state
+        return hidden[0]
+
+    def head(self) -> tuple[Tensor, Tensor | None]:
+        head = self._causal.lm_head
+        return head.weight, head.bias
+
+    def trainable_parameters(self) -> tuple[Tensor, ...]:
+        return self._parameters
+
+    def twin(self, num_layers: int) -> TransformersRuntime:
+        config = copy.deepcopy(self._causal.config)
+        config.num_hidden_layers = num_layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_layers]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=self._causal.lm_head.weight.dtype)
+            if self._peft_config is not None:
+                model = get_peft_model(model, copy.deepcopy(self._peft_config))
+        own = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(own[name])
+        return type(self)(model, recompute=self.recompute)
+
+    def mark_layers(self, mark: LayerMarker) -> None:
+        for number, layer in enumerate(self._layers()):
+            layer.register_forward_pre_hook(_forward_hook(mark, number))
+            layer.register_forward_hook(_backward_hook(mark, number))
+
+    def save(self, path: Path) -> None:
+        self._model.save_pretrained(path)
+
+    def _layers(self) -> list[nn.Module]:
+        return list(self._causal.model.layers)
+
+    def _check_head(self) -> None:
+        head = getattr(self._causal, "lm_head", None)
+        if type(head) is not nn.Linear:
+            raise UnsupportedModelError(
+                layer="lm_head",
+                reason=f"the head is projected in chunks by its weight, but it is a {type(head).__name__}",
+                next_step="Leave lm_head out of the adapter's target_modules and modules_to_save",
+            )
+
+    def _read_facts(self) -> ModelFacts:
+        config = self._causal.config
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        trainable = [p.numel() * p.element_size() for p in self._parameters]
+        return ModelFacts(
+            family=config.model_type,
+            num_layers=config.num_hidden_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocabulary_size=self._causal.lm_head.weight.shape[0],
+            max_positions=config.max_position_embeddings,
+            dtype=str(self._causal.lm_head.weight.dtype).removeprefix("torch."),
+            weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            trainable_bytes=sum(trainable),
+            num_trainable=len(trainable),
+            largest_trainable_bytes=max(trainable, default=0),
+            adapter=self._model.active_adapter if isinstance(self._model, PeftModel) else None,
+        )
+
+
+def _forward_hook(mark: LayerMarker, number: int) -> Any:
+    def hook(module: nn.Module, args: Any) -> None:
+        mark("forward", number)
+
+    return hook
+
+
+def _backward_hook(mark: LayerMarker, number: int) -> Any:
+    """A layer's backward begins when the gradient of its output is complete."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda grad: mark("backward", number))
+
+    return hook

@@ -1,0 +1,65 @@
+"""AdamW over the runtime's trainable parameters, created at the first step and charged before it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What an optimizer step did.
+
+    Attributes:
+        grad_norm: Norm of the whole gradient before clipping.
+        lr: Learning rate used.
+        skipped: True when the gradient was not finite and the step was left out.
+    """
+
+    grad_norm: float
+    lr: float
+    skipped: bool
+
+
+class Optimizer:
+    """torch's fused AdamW; its two moments do not exist before the first step."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._adam: torch.optim.AdamW | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether the moments are allocated."""
+        return self._adam is not None
+
+    def step(
+        self, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float | None
+    ) -> StepOutcome:
+        """Clip, step, clear the gradients."""
+        norm = self._clip(max_grad_norm)
+        if not math.isfinite(norm):
+            warnings.warn(f"the gradient norm is {norm}; this step is skipped", RuntimeWarning, stacklevel=3)
+            self.zero_grad()
+            return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
+        if self._adam is None:
+            self._adam = torch.optim.AdamW(self._parameters, lr=lr, fused=True)
+        for group in self._adam.param_groups:
+            group.update(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        self._adam.step()
+        self.zero_grad()
+        return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _clip(self, max_grad_norm: float | None) -> float:
+        limit = math.inf if max_grad_norm is None else max_grad_norm
+        return float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))

@@ -1,0 +1,392 @@
+"""``TrainerRank``: admits, splits or refuses batches of requests and runs what was admitted."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from trainer_rank.admission import Admission, Budget
+from trainer_rank.errors import TrainerRankMemoryError
+from trainer_rank.executor.dry_run import DryRunPricer
+from trainer_rank.executor.oom import map_out_of_memory
+from trainer_rank.executor.run import PassResult, run_forward
+from trainer_rank.executor.self_test import self_test
+from trainer_rank.memory import Observation, Price, Term
+from trainer_rank.meters import Meter, Reading, open_meter
+from trainer_rank.planner import PassWork, split_greedily
+from trainer_rank.prefix import Layout
+from trainer_rank.report import Record, admission_record, observation_record
+from trainer_rank.requests import Flat, Normaliser, cut, flatten, normaliser
+from trainer_rank.runtime import Runtime
+from trainer_rank.session.candidates import Candidate, Candidates
+from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
+from trainer_rank.session.optimizer import Optimizer, StepOutcome
+from trainer_rank.session.units import check_requests, plan_order
+from trainer_rank.units import format_bytes
+
+HEAD_CHUNK_ROWS: Final = 512
+"""Rows that meet the vocabulary projection at a time: enough to keep the matrix product busy, and with a vocabulary of
+150,000 no more than 0.3 GiB of float32 logits."""
+
+CALLER_BYTES_PER_TOKEN: Final = 256
+"""Allowance for the caller's own loss, per logical token of a pass: 64 float32 values, ten times what the built-in
+losses keep."""
+
+
+class TrainerRank:
+    """One rank of post-training that knows its memory before it runs.
+
+    Args:
+        runtime: The model.
+        memory_budget: All bytes this process may hold on the device, weights included: an int or a string such as
+            ``"2GiB"``. On CPU it is a promise about the resident process. None takes what the device can give, less
+            a reserve.
+        head_chunk_rows: Rows that meet the vocabulary projection at a time.
+        max_packed_tokens: Hard cap on packed rows of one pass; None for no cap.
+        caller_bytes_per_token: Peak bytes of the caller's own loss and metrics per logical token of a pass.
+        layout: Layout every pass must use; None takes the fastest that fits.
+        on_decision: Called with the record of each verdict, and of each observation once the micro-batch is done.
+        verify_backend: Run the packed-versus-alone self-test now.
+        meter: Measures device memory; None opens the one that fits the runtime's device.
+
+    Raises:
+        TrainerRankMemoryError: The budget is below what is resident already, weights included.
+        SelfTestError: Packed and alone disagree on this backend.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        memory_budget: int | str | None = None,
+        head_chunk_rows: int = HEAD_CHUNK_ROWS,
+        max_packed_tokens: int | None = None,
+        caller_bytes_per_token: int = CALLER_BYTES_PER_TOKEN,
+        layout: Layout | None = None,
+        on_decision: Callable[[Record], None] | None = None,
+        verify_backend: bool = True,
+        meter: Meter | None = None,
+    ) -> None:
+        _check_positive("head_chunk_rows", head_chunk_rows)
+        if max_packed_tokens is not None:
+            _check_positive("max_packed_tokens", max_packed_tokens)
+        if caller_bytes_per_token < 0:
+            raise ValueError(f"caller_bytes_per_token must not be negative, got {caller_bytes_per_token}")
+        self.runtime: Final = runtime
+        self.meter: Final = open_meter(runtime.device, memory_budget) if meter is None else meter
+        self._head_chunk_rows = head_chunk_rows
+        self._max_packed_tokens = max_packed_tokens
+        self._layout = layout
+        self._on_decision = on_decision
+        self._optimizer = Optimizer(runtime.trainable_parameters())
+        self._pricer = DryRunPricer(
+            runtime, head_chunk_rows=head_chunk_rows, caller_bytes_per_token=caller_bytes_per_token
+        )
+        self._decisions = 0
+        self.last_observation: Observation | None = None
+        self._check_budget()
+        if verify_backend:
+            self_test(runtime, head_chunk_rows=head_chunk_rows)
+
+    @property
+    def budget_bytes(self) -> int:
+        """The memory budget in force."""
+        return self.meter.read().budget_bytes
+
+    def forward_micro_batches(self, requests: Any, *, normalisation: str = "token-mean") -> Iterator[MicroBatch]:
+        """Yield the requests in as few micro-batches as fit, each with outputs and graph; call backward in between.
+
+        The whole plan is made and admitted before anything runs; the budget is read again before each pass.
+
+        Args:
+            requests: A nest of requests: one, or lists, tuples, dicts and atomic groups of them, in any order.
+            normalisation: ``token-mean``, ``sequence-mean`` or ``sum``: the rule behind ``MicroBatch.coefficients``.
+
+        Yields:
+            Micro-batches in tree order. Over the iteration every leaf comes exactly once; ``restore`` puts results
+            back into the caller's order and nesting.
+
+        Raises:
+            RequestError: A request is malformed for this model. Nothing ran.
+            TrainerRankMemoryError: A request cannot fit alone (refused, nothing ran), memory shrank so far between
+                passes that the rest cannot fit, or an admitted pass ran out of memory. Earlier passes keep their
+                gradients.
+        """
+        flat = flatten(requests)
+        check_requests(flat.leaves, self.runtime.facts)
+        rule = normaliser(flat.leaves, normalisation)
+        if flat.leaves and not rule.num_trained and any(request.active for request in flat.leaves):
+            warnings.warn("no_trained_tokens: every label of the batch is ignored; loss and gradient are 0",
+                          RuntimeWarning, stacklevel=2)  # fmt: skip
+        return self._iterate(flat, rule)
+
+    def optim_step(
+        self,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+    ) -> StepOutcome:
+        """Clip the accumulated gradient, take one AdamW step and clear the gradient.
+
+        A gradient that is not finite is dropped and the step skipped, with a warning.
+        """
+        begin = self.meter.read()
+        try:
+            return self._optimizer.step(
+                lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+            )
+        except Exception as error:
+            admission = Admission(price=_no_price(), budget=_budget(begin), pending=self._pending(split=True))
+            mapped = map_out_of_memory(error, admission=admission, phase="optimizer")
+            if mapped is error:
+                raise
+            raise mapped from error
+
+    def zero_grad(self) -> None:
+        """Drop the accumulated gradient."""
+        self._optimizer.zero_grad()
+
+    def save_adapter(self, path: Path) -> None:
+        """Write what is trained (the adapter, or the whole model) into the folder ``path``."""
+        self.runtime.save(path)
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def _iterate(self, flat: Flat, rule: Normaliser) -> Iterator[MicroBatch]:
+        groups = [Candidates(flat.leaves, units, self._pricer.price, self._layout) for units in plan_order(flat)]
+        split = len(groups) > 1
+        budget = self._read_budget()
+        plans = [self._plan(flat, group, 0, budget, split=split) for group in groups]
+        split = split or sum(len(plan) for plan in plans) > 1
+        for group, plan in zip(groups, plans, strict=True):
+            remaining = list(plan)
+            while remaining:
+                start, stop = remaining.pop(0)
+                candidate, verdict = self._readmit(group, start, stop, split=split)
+                if not verdict.admitted:
+                    # The caller kept memory, or another process took some: what is left is planned anew.
+                    split = True
+                    remaining = self._plan(flat, group, start, verdict.budget, split=True)
+                    continue
+                yield from self._run(flat, rule, candidate, verdict)
+
+    def _plan(self, flat: Flat, group: Candidates, start: int, budget: Budget, *, split: bool) -> list[tuple[int, int]]:
+        """Return ranges covering the units from ``start`` on, each admitted; raise for a unit that cannot fit alone."""
+        count = group.num_units
+
+        def fits(begin: int, end: int) -> bool:
+            whole = not split and start + begin == 0 and start + end == count
+            candidate, verdict = group.admission(start + begin, start + end, budget, self._pending(split=not whole))
+            return verdict.admitted and self._within_cap(candidate)
+
+        ranges = split_greedily(count - start, fits)
+        if isinstance(ranges, int):
+            self._refuse(flat, group, start + ranges, budget)
+        return [(start + begin, start + end) for begin, end in ranges]
+
+    def _within_cap(self, candidate: Candidate) -> bool:
+        cap = self._max_packed_tokens
+        return cap is None or all(work.batch.packed_rows <= cap for work in candidate.works)
+
+    def _refuse(self, flat: Flat, group: Candidates, unit: int, budget: Budget) -> None:
+        candidate, verdict = group.admission(unit, unit + 1, budget, self._pending(split=True))
+        self._record(candidate, verdict)
+        indices = candidate.indices
+        blamed = max(indices, key=lambda index: flat.leaves[index].num_tokens)
+        length = flat.leaves[blamed].num_tokens
+        who = f"request {blamed} of {length} tokens"
+        if len(indices) > 1:
+            who += f" and the {len(indices) - 1} requests of its atomic group"
+        if verdict.admitted:
+            rows = max(work.batch.packed_rows for work in candidate.works)
+            raise TrainerRankMemoryError(
+                f"{who} cannot run alone: it takes {rows} packed rows and max_packed_tokens is "
+                f"{self._max_packed_tokens}. Nothing ran. Raise max_packed_tokens or drop the request",
+                admission=verdict, refused=True, phase="planning", term="max_packed_tokens",
+                request_index=blamed, request_length=length,
+            )  # fmt: skip
+        raise TrainerRankMemoryError(
+            f"{who} cannot fit alone: it {verdict.explain()}; {format_bytes(verdict.short_bytes)} short. Nothing ran. "
+            f"{self._advice(verdict)}",
+            admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,
+            short_bytes=verdict.short_bytes, request_index=blamed, request_length=length,
+        )  # fmt: skip
+
+    def _advice(self, verdict: Admission) -> str:
+        """Return the next step that costs least."""
+        if self.runtime.recompute == "none":
+            return "Set recompute='full', or raise memory_budget"
+        if verdict.price.phase == "head" and self._head_chunk_rows > 64:
+            return f"Lower head_chunk_rows from {self._head_chunk_rows}, or raise memory_budget"
+        return f"Raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _check_budget(self) -> None:
+        budget = self._read_budget()
+        if budget.available_bytes > 0:
+            return
+        weights = self.runtime.facts.weight_bytes
+        needed = budget.resident_bytes - budget.available_bytes
+        raise TrainerRankMemoryError(
+            f"memory_budget must exceed what is resident before any pass, got {format_bytes(budget.budget_bytes)} with "
+            f"{format_bytes(budget.resident_bytes)} resident ({format_bytes(weights)} of it weights); a budget is all "
+            f"bytes on the device, weights included. Set it above {format_bytes(max(needed, budget.resident_bytes))}",
+            admission=Admission(price=_no_price(), budget=budget), refused=True, phase="loading", term="weights",
+            short_bytes=-budget.available_bytes,
+        )  # fmt: skip
+
+    def _read_budget(self) -> Budget:
+        return _budget(self.meter.prepare())
+
+    def _pending(self, *, split: bool) -> tuple[Term, ...]:
+        """Return what is not allocated yet but will stand beside later passes."""
+        parameters = self.runtime.trainable_parameters()
+        facts, terms = self.runtime.facts, []
+        if not parameters:
+            return ()
+        if not self._optimizer.exists:
+            terms.append(Term(name="optimizer state to come", num_bytes=facts.adam_state_bytes))
+        if split and any(parameter.grad is None for parameter in parameters):
+            terms.append(Term(name="gradients to come", num_bytes=facts.trainable_bytes))
+        return tuple(terms)
+
+    def _readmit(self, group: Candidates, start: int, stop: int, *, split: bool) -> tuple[Candidate, Admission]:
+        """Return the verdict on a planned range against memory as it is now."""
+        candidate, verdict = group.admission(start, stop, self._read_budget(), self._pending(split=split))
+        if not verdict.admitted:
+            gc.collect()
+            candidate, verdict = group.admission(start, stop, self._read_budget(), self._pending(split=split))
+        return candidate, verdict
+
+    # -- execution -----------------------------------------------------------------------------------------------
+
+    def _run(self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission) -> Iterator[MicroBatch]:
+        begin, clock = self.meter.read(), time.perf_counter()
+        number = self._record(candidate, verdict)
+        self.meter.reset_peak()
+        micro_batch = self._micro_batch(flat, rule, candidate, verdict)
+        try:
+            yield micro_batch
+        finally:
+            observed = self._observe(candidate, begin)
+            micro_batch.observed = self.last_observation = observed
+            self._emit(
+                observation_record(
+                    number,
+                    observed,
+                    predicted_bytes=verdict.price.required_bytes,
+                    seconds=time.perf_counter() - clock,
+                )
+            )
+
+    def _micro_batch(self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission) -> MicroBatch:
+        found: dict[int, Result] = dict.fromkeys(candidate.indices, Result(logprobs=None))
+        for work in candidate.works:
+            result = self._forward(work, verdict)
+            found.update(
+                (index, Result(logprobs=logprobs))
+                for index, logprobs in zip(work.indices, result.logprobs, strict=True)
+            )
+        requests = {index: flat.leaves[index] for index in candidate.indices}
+        return MicroBatch(
+            inputs=cut(flat.nest, requests),
+            outputs=cut(flat.nest, found),
+            indices=candidate.indices,
+            requests=tuple(requests.values()),
+            results=tuple(found[index] for index in candidate.indices),
+            coefficients=tuple(rule.coefficients[index] for index in candidate.indices),
+            num_trained=rule.num_trained,
+            stats=_stats(candidate, verdict),
+        )
+
+    def _forward(self, work: PassWork, verdict: Admission) -> PassResult:
+        phase = "forward"
+
+        def mark(name: str) -> None:
+            nonlocal phase
+            phase = name
+
+        def map_error(error: BaseException) -> BaseException:
+            return map_out_of_memory(error, admission=verdict, phase="backward")
+
+        try:
+            return run_forward(
+                self.runtime, work, head_chunk_rows=self._head_chunk_rows, map_error=map_error, mark=mark
+            )
+        except Exception as error:
+            mapped = map_out_of_memory(error, admission=verdict, phase=phase)
+            if mapped is error:
+                raise
+            raise mapped from error
+
+    def _observe(self, candidate: Candidate, begin: Reading) -> Observation:
+        now = self.meter.read()
+        return Observation(
+            packed_rows=sum(work.batch.packed_rows for work in candidate.works),
+            logical_tokens=sum(work.batch.logical_tokens for work in candidate.works),
+            head_rows=sum(work.head.num_rows for work in candidate.works),
+            num_segments=sum(work.batch.num_segments for work in candidate.works),
+            num_requests=sum(len(work.indices) for work in candidate.works),
+            peak_bytes=max(0, now.peak_allocated_bytes - begin.allocated_bytes),
+            peak_resident_bytes=now.peak_resident_bytes,
+        )
+
+    def _record(self, candidate: Candidate, verdict: Admission) -> int:
+        """Hand out the record of a verdict and return its number."""
+        self._decisions += 1
+        self._emit(
+            admission_record(
+                self._decisions,
+                candidate.works,
+                verdict,
+                recompute=self.runtime.recompute,
+                facts=self.runtime.facts,
+            )
+        )
+        return self._decisions
+
+    def _emit(self, record: Record) -> None:
+        if self._on_decision is not None:
+            self._on_decision(record)
+
+
+def _stats(candidate: Candidate, verdict: Admission) -> MicroBatchStats:
+    works, budget = candidate.works, verdict.budget
+    return MicroBatchStats(
+        requests=len(candidate.indices),
+        packed_rows=sum(work.batch.packed_rows for work in works),
+        logical_tokens=sum(work.batch.logical_tokens for work in works),
+        trained_tokens=sum(work.head.num_labels for work in works),
+        passes=len(works),
+        required_bytes=verdict.price.required_bytes,
+        predicted_peak_bytes=verdict.predicted_peak_bytes,
+        available_bytes=budget.available_bytes,
+        budget_bytes=budget.budget_bytes,
+        resident_bytes=budget.resident_bytes,
+    )
+
+
+def _no_price() -> Price:
+    return Price(required_bytes=0, retained_bytes=0, terms=(Term(name="nothing", num_bytes=0),), phase="none")
+
+
+def _budget(reading: Reading) -> Budget:
+    return Budget(
+        budget_bytes=reading.budget_bytes,
+        resident_bytes=reading.resident_bytes,
+        available_bytes=reading.available_bytes,
+    )
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1 or not math.isfinite(value):
+        raise ValueError(f"{name} must be at least 1, got {value}")

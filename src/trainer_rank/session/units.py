@@ -1,0 +1,79 @@
+"""The units a split may move: requests or atomic groups, in tree order, by what may share a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer_rank.errors import RequestError
+from trainer_rank.memory import ModelFacts
+from trainer_rank.prefix import build_tree
+from trainer_rank.requests import Flat, Request
+
+PassKey = tuple[str, bool]
+"""Adapter (empty: the runtime's own) and grad mode; only requests that agree in both may share a pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Flat indices that stay in one micro-batch."""
+
+    indices: tuple[int, ...]
+
+
+def check_requests(requests: Sequence[Request], facts: ModelFacts) -> None:
+    """Raise ``RequestError`` for a request this model cannot run, naming it by its flat index."""
+    for index, request in enumerate(requests):
+        if request.num_tokens > facts.max_positions:
+            raise RequestError(
+                f"request {index}: tokens must not exceed the model's context of {facts.max_positions} positions, got "
+                f"{request.num_tokens}; requests are never truncated, so shorten or drop it",
+                field="tokens",
+                index=index,
+            )
+        for field, values in (("tokens", request.tokens), ("labels", request.labels)):
+            if values is not None and values.size and int(values.max()) >= facts.vocabulary_size:
+                raise RequestError(
+                    f"request {index}: {field} must lie below the vocabulary size {facts.vocabulary_size}, got "
+                    f"{int(values.max())}; was it tokenised for another model?",
+                    field=field,
+                    index=index,
+                )
+        if request.adapter is not None and request.adapter != facts.adapter:
+            known = facts.adapter if facts.adapter is not None else "none, the model itself is trained"
+            raise RequestError(
+                f"request {index}: adapter must be one the runtime has ({known}), got {request.adapter!r}",
+                field="adapter",
+                index=index,
+            )
+
+
+def pass_key(request: Request) -> PassKey:
+    """Return what a request must agree in with others to share a pass."""
+    return request.adapter or "", request.no_grad
+
+
+def plan_order(flat: Flat) -> list[list[Unit]]:
+    """Return units grouped by the passes they need and, in each group, in depth-first order of their prefix tree.
+
+    Neighbours in tree order share the longest prefixes, so that contiguous ranges keep sharers together. The order does
+    not depend on the order of arrival, apart from exact duplicates and from atomic groups, which stand where their
+    first member stands. Units that compute nothing come first.
+    """
+    leaves = flat.leaves
+    computed = [index for index, request in enumerate(leaves) if request.num_trained]
+    tree = build_tree([leaves[index].tokens for index in computed])
+    rank = {index: int(tree.rank[number]) for number, index in enumerate(computed)}
+    groups: dict[frozenset[PassKey], list[Unit]] = {}
+    for indices in flat.groups:
+        keys = frozenset(pass_key(leaves[index]) for index in indices if leaves[index].active)
+        groups.setdefault(keys, []).append(Unit(indices=indices))
+    idle = groups.pop(frozenset(), [])
+    ordered = [
+        sorted(units, key=lambda unit: min(rank.get(index, -1) for index in unit.indices)) for units in groups.values()
+    ]
+    if not ordered:
+        return [idle] if idle else []
+    # Inactive requests ride with the first micro-batch: they cost nothing and must be handed out once.
+    ordered[0] = [*idle, *ordered[0]]
+    return ordered

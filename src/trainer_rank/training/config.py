@@ -1,0 +1,148 @@
+"""What a training run is made of: the keys of the YAML file, their defaults and their rules. Imports no torch.
+
+Unknown keys are errors, types are strict (``steps: "5"`` is refused, not converted), and every fault is a
+``ConfigError`` that names the key, the rule and the value. Relative paths count from the folder the command is
+started in.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from trainer_rank.units import parse_bytes
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 reads ``1e-3`` as text; a number written so is still a number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be finite")
+    return value
+
+
+def _bytes(value: int | str) -> int | str:
+    parse_bytes(value, field="the value")
+    return value
+
+
+def _list_to_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Number = Annotated[float, BeforeValidator(_number), AfterValidator(_finite)]
+Positive = Annotated[Number, Field(gt=0)]
+NotNegative = Annotated[Number, Field(ge=0)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Path = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class LoraSection(_Section):
+    """Low-rank adapters. No dropout: a shared prefix would draw one mask where requests alone draw one each."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    targets: Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(min_length=1)] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+
+
+class ModelSection(_Section):
+    """The model: a folder with ``config.json``, weights and tokenizer; ``lora: null`` trains every weight."""
+
+    path: Path
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    recompute: Literal["full", "none"] = "full"
+    lora: LoraSection | None = Field(default_factory=LoraSection)
+
+
+class DataSection(_Section):
+    """Rollouts, one JSON document per line. ``shuffle_seed: null`` keeps the order of the file."""
+
+    path: Path
+    eval_path: Path | None = None
+    shuffle_seed: int | None = 0
+
+
+class LossSection(_Section):
+    """``sft``: mean negative log-probability. ``cispo``: clipped importance weights (see ``training/losses.py``)."""
+
+    name: Literal["sft", "cispo"] = "sft"
+    normalisation: Literal["token-mean", "sequence-mean", "sum"] = "token-mean"
+    epsilon_low: Positive | None = None
+    epsilon_high: Positive | None = None
+
+    @model_validator(mode="after")
+    def _epsilons_belong_to_cispo(self) -> LossSection:
+        if self.name != "cispo" and (self.epsilon_low, self.epsilon_high) != (None, None):
+            raise ValueError(f"epsilon_low and epsilon_high belong to the loss 'cispo', and name is {self.name!r}")
+        return self
+
+
+class OptimizerSection(_Section):
+    """AdamW. The learning rate rises linearly over ``warmup_steps`` and then stays."""
+
+    lr: Positive = 1e-4
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple)] = (0.9, 0.95)
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+
+    def lr_at(self, step: int) -> float:
+        """Return the learning rate of the 0-based optimizer step ``step``."""
+        if step >= self.warmup_steps:
+            return self.lr
+        return self.lr * (step + 1) / (self.warmup_steps + 1)
+
+
+class TrainConfig(_Section):
+    """One training run.
+
+    ``groups_per_step`` groups make one optimizer step; requests of one group (the same ``group`` in the data, such as
+    the turns of one conversation) always share a step, and a request without a group is a group of its own.
+    The run's length is ``steps`` optimizer steps, or ``epochs`` passes over the data; exactly one is given.
+    ``memory_budget`` is all bytes on the device, weights included; without it, the rank's own default applies.
+    """
+
+    model: ModelSection
+    data: DataSection
+    loss: LossSection = Field(default_factory=LossSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    groups_per_step: Count = 1
+    steps: Count | None = None
+    epochs: Count | None = None
+    eval_every: Count | None = None
+    compare_one_by_one: bool = False
+    memory_budget: Annotated[int | str, AfterValidator(_bytes)] | None = None
+    threads: Count | None = None
+    seed: int = 0
+    run_dir: Path = "runs"
+
+    @model_validator(mode="after")
+    def _length_is_given_once(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"give exactly one of steps and epochs, got steps={self.steps} and epochs={self.epochs}")
+        if self.eval_every is not None and self.data.eval_path is None:
+            raise ValueError(f"eval_every is {self.eval_every}, but data.eval_path names no data to evaluate on")
+        return self

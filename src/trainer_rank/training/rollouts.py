@@ -1,0 +1,267 @@
+"""Rollouts: one request per line of a JSON Lines file, checked field by field. Imports no torch.
+
+    {"tokens": [1, 733, 28, 2], "trained": [0, 0, 1, 1], "group": "task-7", "weight": 1.0,
+     "advantage": 0.5, "old_logprobs": [null, null, -1.25, -0.1]}
+
+``tokens`` and ``trained`` are required and have one entry per token: ``trained[t]`` says whether token t is learnt.
+Token 0 has no position that predicts it, so ``trained[0]`` has no effect. ``old_logprobs[t]`` is the log-probability
+token t had when it was sampled, and is needed wherever ``trained[t]`` is 1; other entries may be null.
+Requests of the same ``group`` stay in one optimizer step. Blank lines are skipped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer_rank.errors import DataError
+
+FIELDS: Final = ("tokens", "trained", "group", "weight", "advantage", "old_logprobs")
+
+# A log-probability computed in low precision may come out slightly above 0.
+_LOGPROB_SLACK: Final = 1e-3
+_MAX_TOKEN: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One line of a rollouts file.
+
+    Attributes:
+        tokens: int64, shape (N,).
+        trained: bool, shape (N,).
+        group: Name shared by the requests that must stay in one optimizer step; None stands alone.
+        weight: Factor of this request's loss, finite and not negative.
+        advantage: Finite; None when the line has none.
+        old_logprobs: float32, shape (N,), aligned with ``tokens``, 0 where the line says null; None when it has none.
+        line: 1-based line in the file.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    trained: npt.NDArray[np.bool_]
+    group: str | None
+    weight: float
+    advantage: float | None
+    old_logprobs: npt.NDArray[np.float32] | None
+    line: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the model and the loss demand of every rollout; None where it is not known."""
+
+    vocabulary_size: int | None = None
+    context_length: int | None = None
+    loss: Literal["sft", "cispo"] = "sft"
+
+
+def read_rollouts(path: Path, limits: Limits | None = None) -> list[Rollout]:
+    """Return the rollouts of the file ``path``, in file order; at least one.
+
+    Raises:
+        DataError: The file cannot be read or holds no request, or a line is cut off, is not a JSON object, has an
+            unknown, missing or wrongly typed field, or breaks a rule of ``limits``. Says file, line and, for text
+            that does not parse, column.
+    """
+    chosen = limits if limits is not None else Limits()
+    rollouts = [_rollout(path, number, entries, chosen) for number, entries in _objects(path)]
+    if not rollouts:
+        raise DataError("holds no request; write one JSON document per line", path=path)
+    return rollouts
+
+
+def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if raw.strip():
+                    yield number, _object(path, number, raw)
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror}); give the path of a JSON Lines file", path=path) from error
+
+
+def _object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+    try:
+        text = raw.decode("utf-8").rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"byte {error.start + 1} of the line is not UTF-8; write the file as UTF-8 text",
+            path=path,
+            line=number,
+            column=len(raw[: error.start].decode("utf-8")) + 1,
+        ) from error
+    try:
+        entries = json.loads(text, object_pairs_hook=lambda pairs: _unique(path, number, pairs))
+    except json.JSONDecodeError as error:
+        if raw.endswith(b"\n"):
+            message = f"is not valid JSON: {error.msg}; correct the line"
+        else:
+            message = f"is half-written ({error.msg}, and no line break follows); finish the line or delete it"
+        raise DataError(message, path=path, line=number, column=error.colno) from error
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"is not valid JSON: {error}", path=path, line=number) from error
+    except RecursionError as error:
+        raise DataError("is nested too deeply to be a rollout", path=path, line=number) from error
+    if not isinstance(entries, dict):
+        raise DataError(
+            f"a line must be a JSON object with the fields tokens and trained, got {_show(entries)}",
+            path=path,
+            line=number,
+        )
+    return entries
+
+
+def _unique(path: Path, number: int, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"{twice}: is given twice in one line; keep one", path=path, line=number)
+    return entries
+
+
+def _rollout(path: Path, number: int, entries: dict[str, Any], limits: Limits) -> Rollout:
+    line = _Line(path=path, number=number, entries=entries)
+    line.check_names()
+    tokens = line.tokens(limits)
+    trained = line.trained(len(tokens))
+    cispo = limits.loss == "cispo"
+    return Rollout(
+        tokens=tokens,
+        trained=trained,
+        group=line.group(),
+        weight=line.weight(),
+        advantage=line.advantage(required=cispo),
+        old_logprobs=line.old_logprobs(trained, required=cispo),
+        line=number,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """The parsed fields of one line, each with the method that checks it."""
+
+    path: Path
+    number: int
+    entries: dict[str, Any]
+
+    def fail(self, message: str) -> NoReturn:
+        raise DataError(message, path=self.path, line=self.number)
+
+    def check_names(self) -> None:
+        for name in self.entries:
+            if name not in FIELDS:
+                close = difflib.get_close_matches(name, FIELDS, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"the fields are {', '.join(FIELDS)}"
+                self.fail(f"unknown field {name!r}; {hint}")
+
+    def sequence(self, name: str) -> list[Any]:
+        if name not in self.entries:
+            self.fail(f"{name}: is required; write a list with one entry per token")
+        value = self.entries[name]
+        if not isinstance(value, list):
+            self.fail(f"{name}: must be a list with one entry per token, got {_show(value)}")
+        return value
+
+    def tokens(self, limits: Limits) -> npt.NDArray[np.int64]:
+        values = self.sequence("tokens")
+        if not values:
+            self.fail("tokens: must hold at least one token, got an empty list; delete the line")
+        size = limits.vocabulary_size
+        highest = _MAX_TOKEN if size is None else size - 1
+        for index, value in enumerate(values):
+            if type(value) is not int:
+                self.fail(f"tokens[{index}]: must be an integer token id, got {_show(value)}")
+            if not 0 <= value <= highest:
+                known = "" if size is None else f", the model's vocabulary of {size}"
+                self.fail(
+                    f"tokens[{index}]: must be between 0 and {highest}{known}, got {_show(value)}; "
+                    "encode the data with the model's own tokenizer"
+                )
+        limit = limits.context_length
+        if limit is not None and len(values) > limit:
+            self.fail(
+                f"tokens: has {len(values)} tokens, and the model's context is {limit}; "
+                "shorten or leave out this request (requests are never truncated)"
+            )
+        return np.asarray(values, dtype=np.int64)
+
+    def trained(self, num_tokens: int) -> npt.NDArray[np.bool_]:
+        values = self.sequence("trained")
+        self.same_length("trained", values, num_tokens)
+        for index, value in enumerate(values):
+            if type(value) not in (int, bool) or value not in (0, 1):
+                self.fail(f"trained[{index}]: must be 0 or 1, got {_show(value)}")
+        return np.asarray(values, dtype=np.bool_)
+
+    def same_length(self, name: str, values: list[Any], num_tokens: int) -> None:
+        if len(values) != num_tokens:
+            self.fail(
+                f"{name}: must have one entry per token, got {len(values)} entries for {num_tokens} tokens; "
+                "the writer pairs them up wrongly or one of the lists was cut"
+            )
+
+    def group(self) -> str | None:
+        value = self.entries.get("group")
+        if value is not None and not isinstance(value, str):
+            self.fail(f"group: must be a string or null, got {_show(value)}")
+        return value
+
+    def weight(self) -> float:
+        value = self.finite("weight", self.entries.get("weight", 1.0))
+        if value < 0:
+            self.fail(f"weight: must not be negative, got {value}; the sign of a request belongs in advantage")
+        return value
+
+    def advantage(self, *, required: bool) -> float | None:
+        value = self.entries.get("advantage")
+        if value is None:
+            if required:
+                self.fail("advantage: is required by the loss 'cispo'; add it, or train with the loss 'sft'")
+            return None
+        return self.finite("advantage", value)
+
+    def old_logprobs(self, trained: npt.NDArray[np.bool_], *, required: bool) -> npt.NDArray[np.float32] | None:
+        if self.entries.get("old_logprobs") is None:
+            if required:
+                self.fail("old_logprobs: is required by the loss 'cispo'; add it, or train with the loss 'sft'")
+            return None
+        values = self.sequence("old_logprobs")
+        self.same_length("old_logprobs", values, len(trained))
+        result = np.zeros(len(trained), dtype=np.float32)
+        for index, value in enumerate(values):
+            if value is None:
+                if trained[index] and index > 0:
+                    self.fail(f"old_logprobs[{index}]: must be a number where trained is 1, got null")
+                continue
+            number = self.finite(f"old_logprobs[{index}]", value)
+            if number > _LOGPROB_SLACK:
+                self.fail(f"old_logprobs[{index}]: must be a log-probability, at most 0, got {number}")
+            result[index] = number
+        return result
+
+    def finite(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self.fail(f"{name}: must be a number, got {_show(value)}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            self.fail(f"{name}: must be finite, got {number}; find where the writer divides by zero")
+        return number
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} of type {type(value).__name__}"
