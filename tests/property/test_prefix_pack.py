@@ -100,7 +100,7 @@ def test_a_fully_shared_subset_packs_as_its_own_tree(rows: Rows, data: st.DataOb
     assert np.array_equal(of_all.request_segment, alone.request_segment)
 
 
-@given(token_rows(max_rows=6, max_tokens=5), st.integers(0, 12))
+@given(token_rows(max_rows=6, max_tokens=5), st.integers(0, 20))
 def test_chosen_layout_has_the_best_score_of_all(rows: Rows, segment_cost_rows: int) -> None:
     """The programme's score is the least over every layout, tried one by one."""
     tree = build_tree(as_arrays(rows))

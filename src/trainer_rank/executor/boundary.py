@@ -121,7 +121,7 @@ class _Boundary(torch.autograd.Function):
         return tuple(pieces)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.graph.backward(grads, retain=torch._C._autograd._get_current_graph_task_keep_graph())
         return None, None, None
 
@@ -136,7 +136,9 @@ def attach(graph: PassGraph, flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor
     """
     anchor = torch.empty(0, dtype=flat.dtype, device=flat.device, requires_grad=True)
     # ``data`` shares the storage without being a view for autograd, so that a caller may change an output in place.
-    outputs: tuple[Tensor, ...] = _Boundary.apply(anchor, graph, [piece.data for piece in flat.split(list(sizes))])
+    outputs: tuple[Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
+        anchor, graph, [piece.data for piece in flat.split(list(sizes))]
+    )
     return outputs
 
 

@@ -103,7 +103,7 @@ class DryRunPricer:
         total = torch.stack(losses).sum()
         del losses
         recorder.mark("backward")
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         recorder.mark("end")
 
 

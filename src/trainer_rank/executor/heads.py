@@ -62,7 +62,7 @@ def label_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, index: L
     Returns:
         (M,) float32, or float64 for float64 inputs.
     """
-    result: Tensor = _LabelLogprobs.apply(hidden, weight, bias, index)
+    result: Tensor = _LabelLogprobs.apply(hidden, weight, bias, index)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -103,7 +103,7 @@ class _LabelLogprobs(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         saved, weight, bias = ctx.saved_tensors
         if ctx.frozen:
             return _backward_frozen(grad, saved, weight, ctx.index), None, None, None
@@ -146,7 +146,7 @@ def _backward_trained(
 def _grad_logits(
     grad: Tensor, per_row: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, index: LabelIndex
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (row start, row stop, gradient of the chunk's logits (C, V)): labels' gradients less the softmax's share."""
+    """Yield (row start, row stop, gradient of the chunk's logits (C, V)): the labels' less the softmax's share."""
     for start, stop, first, last in index.chunks:
         exp = _shifted_logits(hidden[start:stop], weight, bias).exp_()
         exp *= per_row[start:stop].neg().unsqueeze(-1) / exp.sum(-1, keepdim=True)

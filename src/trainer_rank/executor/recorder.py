@@ -22,7 +22,7 @@ class AllocationRecorder(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._steps: list[Mark | Event] = []
         self._live: dict[int, Any] = {}

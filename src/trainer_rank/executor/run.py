@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -107,4 +108,4 @@ def _scored(work: PassWork) -> list[bool]:
     """Return whether each request has a scored label."""
     edges = np.cumsum([0, *work.head.sizes])
     found = np.searchsorted(np.sort(work.head.slot), edges)
-    return [bool(high > low) for low, high in zip(found[:-1], found[1:], strict=True)]
+    return [bool(high > low) for low, high in itertools.pairwise(found)]

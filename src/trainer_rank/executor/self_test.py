@@ -44,9 +44,9 @@ def self_test(runtime: Runtime, *, head_chunk_rows: int) -> None:
     limit_logprob, limit_grad = _TOLERANCE.get(runtime.facts.dtype, _REDUCED)
     if not worst <= limit_logprob or not off <= limit_grad * scale:
         raise SelfTestError(
-            f"packed and alone disagree on this backend: log-probs by {worst:.2e} (limit {limit_logprob:.0e}), gradients "
-            f"by {off:.2e} of {scale:.2e} (limit {limit_grad:.0e} of it). Nothing was trained. Another attention "
-            f"implementation may have replaced the tree's; load the model without setting attn_implementation"
+            f"packed and alone disagree on this backend: log-probs by {worst:.2e} (limit {limit_logprob:.0e}), "
+            f"gradients by {off:.2e} of {scale:.2e} (limit {limit_grad:.0e} of it). Nothing was trained. "
+            f"Another attention implementation may have replaced the tree's; load the model without setting attn_implementation"
         )
 
 
@@ -80,7 +80,7 @@ def _run(
             map_error=lambda error: error,
         )
         if parameters:
-            torch.stack([logprobs.sum() for logprobs in result.logprobs]).sum().backward()  # type: ignore[no-untyped-call]
+            torch.stack([logprobs.sum() for logprobs in result.logprobs]).sum().backward()
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     finally:
         for parameter, grad in zip(parameters, before, strict=True):

@@ -404,7 +404,7 @@ void unlock_after_fork() { heap().mutex.unlock(); }
 extern "C" {
 
 // Makes torch allocate here; returns 1, or 0 when an allocator of higher priority is in place.
-int trainer_rank_install() {
+int64_t trainer_rank_install() {
   static CountingAllocator* const allocator = [] {
     pthread_atfork(&lock_for_fork, &unlock_after_fork, &unlock_after_fork);
     return new CountingAllocator;
@@ -438,7 +438,7 @@ void trainer_rank_set_cache_limit(int64_t limit) {
   heap().trim_to(PageHeap::allowed());
 }
 
-void trainer_rank_set_huge_pages(int enabled) { g_use_huge_pages.store(enabled != 0); }
+void trainer_rank_set_huge_pages(int64_t enabled) { g_use_huge_pages.store(enabled != 0); }
 
 void trainer_rank_release_cached() { heap().trim_to(0); }
 

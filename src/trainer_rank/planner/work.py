@@ -24,7 +24,7 @@ class HeadRows:
 
     Attributes:
         rows: (R,) packed rows, ascending.
-        label_row: (M,) position in ``rows`` of each label's row, ascending, so that a chunk of rows owns a run of labels.
+        label_row: (M,) position in ``rows`` of each label's row, ascending: a chunk of rows owns a run of labels.
         label: (M,) token ids.
         slot: (M,) where each label's log-prob goes in the concatenated outputs.
         shapes: Output shape of each request, ``labels.shape``.

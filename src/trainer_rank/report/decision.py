@@ -1,4 +1,4 @@
-"""One record per decision and one per observation, joined by ``decision``. Plain values only: they go to JSON as they are."""
+"""One record per decision and one per observation, joined by ``decision``; plain values that go to JSON as they are."""
 
 from __future__ import annotations
 

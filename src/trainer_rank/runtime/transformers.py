@@ -68,8 +68,10 @@ class TransformersRuntime(Runtime):
     """
 
     def __init__(self, model: nn.Module, *, recompute: Recompute = "full") -> None:
-        self._model = model
-        self._causal = model.get_base_model() if isinstance(model, PeftModel) else model
+        # The library builds its models from a configuration; their attributes have no static types.
+        self._model: Any = model
+        causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._causal: Any = causal
         check_supported(self._causal.config)
         self._peft_config: LoraConfig | None = None
         if isinstance(model, PeftModel):
@@ -78,13 +80,13 @@ class TransformersRuntime(Runtime):
         if recompute not in ("full", "none"):
             raise ConfigError(f"recompute must be 'full' or 'none', got {recompute!r}")
         self._check_head()
-        self._causal.set_attn_implementation(ATTENTION)
+        causal.set_attn_implementation(ATTENTION)
         if recompute == "full":
-            self._causal.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            causal.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         else:
-            self._causal.activation_checkpointing_disable()
+            causal.activation_checkpointing_disable()
         self._model.train()
-        self._parameters = tuple(p for p in model.parameters() if p.requires_grad)
+        self._parameters: tuple[Tensor, ...] = tuple(p for p in model.parameters() if p.requires_grad)
         self._facts = self._read_facts()
 
     @classmethod
@@ -110,7 +112,7 @@ class TransformersRuntime(Runtime):
         check_supported(config)
         if lora is not None:
             check_adapter(lora)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
         return cls(model if lora is None else get_peft_model(model, copy.deepcopy(lora)), recompute=recompute)
 
     @property
@@ -118,7 +120,7 @@ class TransformersRuntime(Runtime):
         return self._facts
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The wrapped model."""
         return self._model
 

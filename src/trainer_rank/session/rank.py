@@ -189,14 +189,15 @@ class TrainerRank:
 
         ranges = split_greedily(count - start, fits)
         if isinstance(ranges, int):
-            self._refuse(flat, group, start + ranges, budget)
+            raise self._refusal(flat, group, start + ranges, budget)
         return [(start + begin, start + end) for begin, end in ranges]
 
     def _within_cap(self, candidate: Candidate) -> bool:
         cap = self._max_packed_tokens
         return cap is None or all(work.batch.packed_rows <= cap for work in candidate.works)
 
-    def _refuse(self, flat: Flat, group: Candidates, unit: int, budget: Budget) -> None:
+    def _refusal(self, flat: Flat, group: Candidates, unit: int, budget: Budget) -> TrainerRankMemoryError:
+        """Record the refusal of a unit that cannot fit alone and return its error."""
         candidate, verdict = group.admission(unit, unit + 1, budget, self._pending(split=True))
         self._record(candidate, verdict)
         indices = candidate.indices
@@ -207,13 +208,13 @@ class TrainerRank:
             who += f" and the {len(indices) - 1} requests of its atomic group"
         if verdict.admitted:
             rows = max(work.batch.packed_rows for work in candidate.works)
-            raise TrainerRankMemoryError(
+            return TrainerRankMemoryError(
                 f"{who} cannot run alone: it takes {rows} packed rows and max_packed_tokens is "
                 f"{self._max_packed_tokens}. Nothing ran. Raise max_packed_tokens or drop the request",
                 admission=verdict, refused=True, phase="planning", term="max_packed_tokens",
                 request_index=blamed, request_length=length,
             )  # fmt: skip
-        raise TrainerRankMemoryError(
+        return TrainerRankMemoryError(
             f"{who} cannot fit alone: it {verdict.explain()}; {format_bytes(verdict.short_bytes)} short. Nothing ran. "
             f"{self._advice(verdict)}",
             admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,

@@ -28,12 +28,13 @@ def test_a_tie_is_shared() -> None:
     assert choose_layout(build_tree(rows(16, 2)), 16) == Layout.full_sharing()
 
 
-def test_short_segments_in_a_row_are_replayed_together_only_while_that_pays() -> None:
-    """Rows carried past a replayed segment count at the next one."""
-    a, b = np.arange(10), np.arange(20, 30)
+@pytest.mark.parametrize("upper", [10, 11])
+def test_of_two_short_segments_in_a_row_only_the_better_one_is_replayed(upper: int) -> None:
+    """Rows carried past a replayed segment count at the next one; at equal score the one nearer the root is shared."""
+    a, b = np.arange(upper), np.arange(20, 30)
     tree = build_tree([np.append(a, 99), np.concatenate([a, b, [1]]), np.concatenate([a, b, [2]])])
-    # Alone, either replay saves 12 - 10; both together repeat a twice more and lose.
-    assert choose_layout(tree, 12).shared(tree).tolist().count(False) == 1
+    # Replaying the lower one saves 12 - 10, the upper one 12 - upper; both together repeat the upper twice and lose.
+    assert choose_layout(tree, 12) == Layout.mixed((True, False, True, True, True))
 
 
 def test_free_segments_share_everything() -> None:

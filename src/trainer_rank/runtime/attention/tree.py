@@ -7,9 +7,9 @@ keys as (out, lse); two parts merge exactly:
 
     lse = logaddexp(lse_1, lse_2)        out = out_1 + sigmoid(lse_2 - lse_1) * (out_2 - out_1)
 
-(the identity of flash and ring attention: Dao et al., arXiv 2205.14135; Liu et al., arXiv 2310.01889). In backward every
-call is given the *merged* out and lse: its weights are then ``exp(s - lse)``, the true softmax restricted to its keys,
-and ``sum(grad * out)`` the true row sum, so the parts' gradients simply add.
+(the identity of flash and ring attention: Dao et al., arXiv 2205.14135; Liu et al., arXiv 2310.01889). In backward
+every call is given the *merged* out and lse: its weights are then ``exp(s - lse)``, the true softmax restricted to its
+keys, and ``sum(grad * out)`` the true row sum, so the parts' gradients simply add.
 """
 
 from __future__ import annotations
@@ -78,13 +78,31 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, bound: BoundAttention, scale
     Returns:
         (1, P, H, D) in the dtype of ``q``, contiguous.
     """
-    result: Tensor = _TreeAttention.apply(q, k, v, bound, scale)
+    result: Tensor = _TreeAttention.apply(q, k, v, bound, scale)  # type: ignore[no-untyped-call]
     return result
 
 
 def _heads_first(rows: Tensor) -> Tensor:
     """(T, H, D) -> (1, H, T, D) view."""
     return rows.transpose(0, 1).unsqueeze(0)
+
+
+def _call_forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel on row-major (T, H, D) and (S, G, D); return row-major (out, lse)."""
+    out, lse = kernel.forward(_heads_first(q), _heads_first(k), _heads_first(v), causal=causal, scale=scale)
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _call_backward(
+    kernel: Kernel, inputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the kernel's backward on row-major (grad, q, k, v, out, lse); return row-major (dq, dk, dv)."""
+    grad, q, k, v, out = (_heads_first(x) for x in inputs[:5])
+    lse = inputs[5].transpose(0, 1).unsqueeze(0)
+    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, causal=causal, scale=scale)
+    return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -120,7 +138,7 @@ class _TreeAttention(torch.autograd.Function):
         return out.unsqueeze(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         q_rows, k_rows, v_rows = (x[0].transpose(0, 1) for x in (q, k, v))
         grads = _backward(grad[0].contiguous(), q_rows, k_rows, v_rows, out, lse, ctx.bound, ctx.scale)
@@ -132,16 +150,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bound: BoundAttention, scale: floa
     """Return merged (out, lse) of shapes (P, H, D) and (P, H) from row-major (P, H|G, D) tensors."""
     blocks, kernel = bound.plan.blocks, bound.kernel
     if _single_run(bound):
-        part, part_lse = kernel.forward(*(_heads_first(x) for x in (q, k, v)), causal=True, scale=scale)
-        return part[0].transpose(0, 1).contiguous(), part_lse[0].transpose(0, 1).contiguous()
+        part, part_lse = _call_forward(kernel, q, k, v, causal=True, scale=scale)
+        return part.contiguous(), part_lse.contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(q.shape[:2], dtype=accumulate, device=q.device)
     for block in blocks:
-        keys, values = _heads_first(k[block.start : block.stop]), _heads_first(v[block.start : block.stop])
+        keys = slice(block.start, block.stop)
         for begin, end, causal in _calls(block, kernel):
-            part, part_lse = kernel.forward(_heads_first(q[begin:end]), keys, values, causal=causal, scale=scale)
-            part, part_lse = part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+            part, part_lse = _call_forward(kernel, q[begin:end], k[keys], v[keys], causal=causal, scale=scale)
             if block.first:
                 out[begin:end], lse[begin:end] = part, part_lse
             else:
@@ -200,25 +217,18 @@ def _backward(
     """Return (dq, dk, dv), row-major, from row-major tensors."""
     blocks, kernel = bound.plan.blocks, bound.kernel
     if _single_run(bound):
-        parts = kernel.backward(
-            *(_heads_first(x) for x in (grad, q, k, v, out)),
-            lse.transpose(0, 1).unsqueeze(0),
-            causal=True,
-            scale=scale,
-        )
-        dq, dk, dv = (part[0].transpose(0, 1) for part in parts)
-        return dq, dk, dv
+        return _call_backward(kernel, (grad, q, k, v, out, lse), causal=True, scale=scale)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for block in blocks:
         keys = slice(block.start, block.stop)
         for number, (begin, end, causal) in enumerate(_calls(block, kernel)):
-            part = kernel.backward(
-                *(_heads_first(x) for x in (grad[begin:end], q[begin:end], k[keys], v[keys], out[begin:end])),
-                lse[begin:end].transpose(0, 1).unsqueeze(0),
+            queries = slice(begin, end)
+            dq_part, dk_part, dv_part = _call_backward(
+                kernel,
+                (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]),
                 causal=causal,
                 scale=scale,
             )
-            dq_part, dk_part, dv_part = (x[0].transpose(0, 1) for x in part)
             if block.first:
                 dq[begin:end] = dq_part
             else:
@@ -229,7 +239,7 @@ def _backward(
             else:
                 dk[keys] += dk_part
                 dv[keys] += dv_part
-            del part, dq_part, dk_part, dv_part
+            del dq_part, dk_part, dv_part
     for item in bound.buckets:
         _backward_bucket(grad, q, k, v, out, lse, (dq, dk, dv), item, kernel, scale)
     return dq, dk, dv
@@ -249,13 +259,13 @@ def _backward_bucket(
 ) -> None:
     dq, dk, dv = grads
     bucket = item.bucket
-    grad_b, q_b, k_b, v_b, out_b = (_batched(x, item).transpose(1, 2) for x in (grad, q, k, v, out))
+    grad_b, q_b, k_b, v_b, out_b, lse_b = (_batched(x, item).transpose(1, 2) for x in (grad, q, k, v, out, lse))
     if item.valid is not None:
         # Padded slots repeat a real row; with a zero gradient and the key behind every real query they add nothing.
         live = torch.zeros(bucket.count * bucket.length, dtype=grad.dtype, device=grad.device)
         live[item.valid] = 1
         grad_b = grad_b * live.view(bucket.count, 1, bucket.length, 1)
-    parts = kernel.backward(grad_b, q_b, k_b, v_b, out_b, _batched(lse, item).transpose(1, 2), causal=True, scale=scale)
+    parts = kernel.backward(grad_b, q_b, k_b, v_b, out_b, lse_b, causal=True, scale=scale)
     dq_part, dk_part, dv_part = (_flat(part, item) for part in parts)
     if item.slots is None:
         assert bucket.start is not None
