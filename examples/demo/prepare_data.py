@@ -185,7 +185,7 @@ def main(arguments: list[str]) -> int:
     training, evaluation = choose(groups)
     for name, chosen in (("train", training), ("eval", evaluation)):
         write(options.out / f"{name}.jsonl", chosen)
-        figures = [f"{value:,} {key.replace('_', ' ')}" for key, value in count(chosen).items()]
+        figures = [f"{key.replace('_', ' ')} {value:,}" for key, value in count(chosen).items()]
         print(f"data: {name}.jsonl: {', '.join(figures)}")
     return 0
 

@@ -97,11 +97,12 @@ class CpuMeter(Meter):
         )
 
     def prepare(self, needed_bytes: int | None = None) -> Reading:
+        trim_heap()
         reading = self.read()
-        # What releasing could add: the cache only stands in the way where the kernel, not the budget, is the limit.
-        gain = self._library.cached_bytes() if reading.available_bytes < self._within_budget(reading) else 0
-        wanted = needed_bytes if needed_bytes is not None else reading.available_bytes + 1
-        if wanted > reading.available_bytes and gain > reading.available_bytes * RELEASE_GAIN:
+        # The allocator drops its cache whenever the cap asks for it, so cached bytes stand in the way only where the
+        # kernel has less to give than the budget allows.
+        wanted_bytes = needed_bytes if needed_bytes is not None else int(reading.available_bytes * (1 + RELEASE_GAIN))
+        if reading.available_bytes < wanted_bytes and self._library.cached_bytes() > 0 and self._kernel_limits(reading):
             self.release_cached()
             reading = self.read()
         self._library.owner = self

@@ -33,8 +33,8 @@ DEFAULT_SEGMENT_COST_ROWS: Final = 16
 def choose_layout(tree: PrefixTree, segment_cost_rows: int = DEFAULT_SEGMENT_COST_ROWS) -> Layout:
     """Return the layout that minimises packed rows + ``segment_cost_rows`` * packed segments.
 
-    Exact; at equal score a segment is shared rather than replayed, the one nearer the root first. Time is O(segments), plus O(segments * min(depth, ``segment_cost_rows``)) where short segments follow each
-    other.
+    Exact; at equal score a segment is shared rather than replayed, the one nearer the root first. Time is O(segments),
+    plus O(segments * min(depth, ``segment_cost_rows``)) where short segments follow each other.
 
     Raises:
         ValueError: ``segment_cost_rows`` is negative.
