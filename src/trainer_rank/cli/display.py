@@ -56,6 +56,10 @@ class Table:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
+    def loading(self, *, requests: int, model: str) -> None:
+        """Say what is being waited for."""
+        self._say(f"{requests:,} requests read; loading {model} and comparing packed with alone on this machine ...")
+
     def started(self, *, steps: int, packed_rows: int, budget_bytes: int, run_folder: Path) -> None:
         """Print what is about to run and start the bar."""
         self._steps = steps
@@ -135,6 +139,10 @@ class JsonLines:
         return self
 
     def __exit__(self, *exception: object) -> None: ...
+
+    def loading(self, *, requests: int, model: str) -> None:
+        """Print the event."""
+        self._write("loading", {"requests": requests, "model": model})
 
     def started(self, *, steps: int, packed_rows: int, budget_bytes: int, run_folder: Path) -> None:
         """Print the event."""

@@ -19,7 +19,10 @@ def train(
 
     loaded = load_config(config)
     # Imported after the configuration is known to be valid: torch and transformers take seconds.
+    from transformers.utils.logging import disable_progress_bar
+
     from trainer_rank.training.loop import train as run
 
+    disable_progress_bar()
     with JsonLines() if json else Table() as display:
         run(loaded, progress=display)

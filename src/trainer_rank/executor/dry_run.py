@@ -80,7 +80,7 @@ class DryRunPricer:
 
     def _trace(self, work: PassWork, num_layers: int) -> Timeline:
         twin, relay = self._twin(num_layers)
-        recorder = AllocationRecorder(_META)
+        recorder = AllocationRecorder(_META, twin.stands_for)
         relay.recorder = recorder
         try:
             with recorder:

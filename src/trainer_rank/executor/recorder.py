@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from trainer_rank.executor.kernel_memory import hidden_bytes
 from trainer_rank.memory import Event, Mark, Trace
 
 
@@ -19,11 +20,16 @@ class AllocationRecorder(TorchDispatchMode):
 
     Storages are counted once however many tensors share them. A result on a storage that some argument already had (a
     view, an in-place result, an alias of a weight) is not new.
+
+    Args:
+        device: Device whose storages are recorded.
+        stands_for: Device the recorded run stands for; what its kernels allocate inside is recorded too.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stands_for: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._stands_for = stands_for
         self._steps: list[Mark | Event] = []
         self._live: dict[int, Any] = {}
 
@@ -44,6 +50,9 @@ class AllocationRecorder(TorchDispatchMode):
             given = {leaf.untyped_storage()._cdata for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)}
             for tensor in fresh:
                 self._note(tensor, given)
+            hidden = hidden_bytes(func, args, self._stands_for)
+            if hidden:
+                self._steps += (Event(hidden), Event(-hidden))
         return result
 
     def _note(self, tensor: Tensor, given: set[int]) -> None:

@@ -62,7 +62,7 @@ class Meter(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Which mechanism measures, for reports: ``"cpu-counting"``, ``"cpu-tracking"``, ``"cuda"``, ``"simulated"``."""
+        """Which mechanism measures: ``"cpu-counting"``, ``"cpu-tracking"``, ``"cuda"`` or ``"simulated"``."""
 
     @property
     @abstractmethod

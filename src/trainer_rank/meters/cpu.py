@@ -6,14 +6,14 @@ library's heap. Tensors that exist already are untouched, and count as resident 
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 from trainer_rank.errors import MeterError
 from trainer_rank.meters.base import Meter, Reading
 from trainer_rank.meters.counting_lib import load
 from trainer_rank.meters.cpu_budget import CpuBudget
-from trainer_rank.meters.host_memory import HostMemory, trim_heap, tune_malloc
+from trainer_rank.meters.host_memory import HostMemory, reset_peak_or_warn, trim_heap, tune_malloc
 from trainer_rank.units import MIB, parse_bytes
 
 # Large enough for the blocks one recomputed layer frees and asks for again (docs/meters.md), small beside the budget.
@@ -22,6 +22,17 @@ CACHE_LIMIT_FRACTION: Final = 1 / 16
 
 # An unasked release must free at least this part of what is available: the cache is worth its page faults.
 RELEASE_GAIN: Final = 1 / 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """The raw counters of one moment, in bytes. ``owned_bytes`` is the resident part of live plus cached."""
+
+    live_bytes: int
+    cached_bytes: int
+    owned_bytes: int
+    resident_bytes: int
+    growth_bytes: int
 
 
 @final
@@ -77,53 +88,30 @@ class CpuMeter(Meter):
         return "cpu"
 
     def read(self) -> Reading:
-        self._check_open()
-        live = self._library.live_bytes()
-        owned = self._library.resident_bytes()
-        resident = self._host.resident_bytes()
-        return Reading(
-            allocated_bytes=live,
-            reserved_bytes=self._library.reserved_bytes(),
-            resident_bytes=resident,
-            peak_allocated_bytes=self._library.peak_bytes(),
-            peak_reserved_bytes=self._library.peak_reserved_bytes(),
-            peak_resident_bytes=self._host.peak_resident_bytes(),
-            peak_resident_since_reset=self._peak_resets,
-            budget_bytes=self._budget.budget_bytes,
-            reserve_bytes=self._budget.reserve_bytes,
-            available_bytes=self._budget.available_bytes(
-                outside_bytes=max(0, resident - owned), live_bytes=live, growth_bytes=self._host.growth_bytes()
-            ),
-        )
+        return self._reading(self._measure())
 
     def prepare(self, needed_bytes: int | None = None) -> Reading:
+        self._check_open()
         trim_heap()
-        reading = self.read()
+        measured = self._measure()
+        available = self._available(measured)
         # The allocator drops its cache whenever the cap asks for it, so cached bytes stand in the way only where the
         # kernel has less to give than the budget allows.
-        wanted_bytes = needed_bytes if needed_bytes is not None else int(reading.available_bytes * (1 + RELEASE_GAIN))
-        if reading.available_bytes < wanted_bytes and self._library.cached_bytes() > 0 and self._kernel_limits(reading):
-            self.release_cached()
-            reading = self.read()
+        released = replace(measured, growth_bytes=measured.growth_bytes + measured.cached_bytes)
+        gain = self._available(released) - available
+        if gain > 0 and (gain > available * RELEASE_GAIN if needed_bytes is None else needed_bytes > available):
+            self._library.release_cached()
+            measured = self._measure()
+            available = self._available(measured)
         self._library.owner = self
         self._library.set_cache_limit(self._cache_limit_bytes)
-        self._library.set_cap(
-            self._budget.cap_bytes(available_bytes=reading.available_bytes, live_bytes=reading.allocated_bytes)
-        )
-        return reading
+        self._library.set_cap(self._budget.cap_bytes(available_bytes=available, live_bytes=measured.live_bytes))
+        return self._reading(measured)
 
     def reset_peak(self) -> None:
         self._check_open()
         self._library.reset_peak()
-        resets = self._host.reset_peak_resident()
-        if self._peak_resets and not resets:
-            warnings.warn(
-                "the kernel does not let this process reset its peak resident set (/proc/self/clear_refs): "
-                "peak_resident_bytes is the peak since the process started",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        self._peak_resets = resets
+        self._peak_resets = reset_peak_or_warn(self._host, was_reset=self._peak_resets)
 
     def release_cached(self) -> None:
         self._check_open()
@@ -138,3 +126,39 @@ class CpuMeter(Meter):
             self._library.owner = None
             self._library.set_cap(None)
             self._library.set_cache_limit(0)
+
+    def _measure(self) -> _Measured:
+        self._check_open()
+        return _Measured(
+            live_bytes=self._library.live_bytes(),
+            cached_bytes=self._library.cached_bytes(),
+            # Asked before the resident set, so that a block mapped in between counts as outside rather than not at all.
+            owned_bytes=self._library.resident_bytes(),
+            resident_bytes=self._host.resident_bytes(),
+            growth_bytes=self._host.growth_bytes(),
+        )
+
+    def _available(self, measured: _Measured) -> int:
+        return self._budget.available_bytes(
+            outside_bytes=max(0, measured.resident_bytes - measured.owned_bytes),
+            live_bytes=measured.live_bytes,
+            growth_bytes=measured.growth_bytes,
+        )
+
+    def _reading(self, measured: _Measured) -> Reading:
+        return Reading(
+            allocated_bytes=measured.live_bytes,
+            reserved_bytes=self._library.reserved_bytes(),
+            resident_bytes=measured.resident_bytes,
+            peak_allocated_bytes=self._library.peak_bytes(),
+            peak_reserved_bytes=self._library.peak_reserved_bytes(),
+            peak_resident_bytes=self._host.peak_resident_bytes(),
+            peak_resident_since_reset=self._peak_resets,
+            budget_bytes=self._budget.budget_bytes,
+            reserve_bytes=self._budget.reserve_bytes,
+            available_bytes=self._available(measured),
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MeterError("this meter is closed; open a new one with open_meter('cpu', memory_budget=...)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -37,6 +38,19 @@ def tune_malloc() -> bool:
     mapped = mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
     trimmed = mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     return bool(mapped) and bool(trimmed)
+
+
+def reset_peak_or_warn(host: HostMemory, *, was_reset: bool) -> bool:
+    """Start the peak resident set again; return whether the kernel did, and warn the first time that it does not."""
+    resets = host.reset_peak_resident()
+    if was_reset and not resets:
+        warnings.warn(
+            "the kernel does not let this process reset its peak resident set (/proc/self/clear_refs): "
+            "peak_resident_bytes is the peak since the process started",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return resets
 
 
 def trim_heap() -> None:

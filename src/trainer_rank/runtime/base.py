@@ -31,6 +31,11 @@ class Runtime(ABC):
 
     @property
     @abstractmethod
+    def stands_for(self) -> torch.device:
+        """The device whose kernels run: ``device`` itself, or for a twin the device of the model it stands for."""
+
+    @property
+    @abstractmethod
     def logprob_dtype(self) -> torch.dtype:
         """Dtype of log-probs: float64 for float64 models, else float32."""
 

@@ -62,12 +62,15 @@ class TransformersRuntime(Runtime):
         model: The model, or a PEFT model around it with one LoRA adapter. Its attention implementation is switched to
             tree attention and its training mode turned on (there is no dropout to switch).
         recompute: ``full`` runs each layer again in backward and keeps only its input; ``none`` keeps activations.
+        stands_for: For a model on ``meta``, the device it stands for; None is the model's own.
 
     Raises:
         UnsupportedModelError: The model cannot be run as prefix trees with unchanged numbers.
     """
 
-    def __init__(self, model: nn.Module, *, recompute: Recompute = "full") -> None:
+    def __init__(
+        self, model: nn.Module, *, recompute: Recompute = "full", stands_for: torch.device | None = None
+    ) -> None:
         # The library builds its models from a configuration; their attributes have no static types.
         self._model: Any = model
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -87,6 +90,7 @@ class TransformersRuntime(Runtime):
             causal.activation_checkpointing_disable()
         self._model.train()
         self._parameters: tuple[Tensor, ...] = tuple(p for p in model.parameters() if p.requires_grad)
+        self._stands_for = self.device if stands_for is None else stands_for
         self._facts = self._read_facts()
 
     @classmethod
@@ -130,6 +134,10 @@ class TransformersRuntime(Runtime):
         return device
 
     @property
+    def stands_for(self) -> torch.device:
+        return self._stands_for
+
+    @property
     def logprob_dtype(self) -> torch.dtype:
         return torch.float64 if self._causal.lm_head.weight.dtype == torch.float64 else torch.float32
 
@@ -146,7 +154,7 @@ class TransformersRuntime(Runtime):
             input_ids=to_device(batch.token_ids, device).unsqueeze(0),
             position_ids=to_device(batch.positions, device).unsqueeze(0),
             use_cache=False,
-            tree=BoundAttention.bind(plan, kernel_for(device, kernel_dtype), device),
+            tree=BoundAttention.bind(plan, kernel_for(self._stands_for, kernel_dtype), device),
         ).last_hidden_state
         return hidden[0]
 
@@ -166,10 +174,12 @@ class TransformersRuntime(Runtime):
             model = AutoModelForCausalLM.from_config(config, dtype=self._causal.lm_head.weight.dtype)
             if self._peft_config is not None:
                 model = get_peft_model(model, copy.deepcopy(self._peft_config))
-        own = {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+        own = dict(self._model.named_parameters())
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(own[name])
-        return type(self)(model, recompute=self.recompute)
+            # PEFT casts an adapter's weights only where there are data to cast.
+            parameter.data = parameter.data.to(own[name].dtype)
+            parameter.requires_grad_(own[name].requires_grad)
+        return type(self)(model, recompute=self.recompute, stands_for=self._stands_for)
 
     def mark_layers(self, mark: LayerMarker) -> None:
         for number, layer in enumerate(self._layers()):

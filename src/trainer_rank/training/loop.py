@@ -47,6 +47,7 @@ def train(config: TrainConfig, *, progress: Progress) -> Path:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     folder = RunFolder.create(config, threads=torch.get_num_threads())
+    progress.loading(requests=sum(len(group) for group in groups), model=config.model.path)
     rank = _load(config, folder)
     run = _Run(config, rank, folder, progress)
     return run.whole(plan_steps(groups, config), evaluation)

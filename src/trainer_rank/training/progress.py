@@ -11,6 +11,9 @@ from trainer_rank.training.records import ComparisonRecord, EvaluationRecord, Ru
 class Progress(Protocol):
     """Told of everything that happens in a run, in order; must not raise."""
 
+    def loading(self, *, requests: int, model: str) -> None:
+        """The data are read and valid; the model is loaded and tested next."""
+
     def started(self, *, steps: int, packed_rows: int, budget_bytes: int, run_folder: Path) -> None:
         """The model is loaded; ``packed_rows`` is the whole run's, with every shared prefix counted once."""
 
@@ -36,6 +39,7 @@ class Progress(Protocol):
 class Silent:
     """A progress that says nothing."""
 
+    def loading(self, *, requests: int, model: str) -> None: ...
     def started(self, *, steps: int, packed_rows: int, budget_bytes: int, run_folder: Path) -> None: ...
     def advanced(self, *, step: int, packed_rows: int) -> None: ...
     def stepped(self, record: StepRecord) -> None: ...

@@ -65,6 +65,7 @@ def summary() -> RunSummary:
 def tell(progress: Progress, folder: Path) -> None:
     """Tell a display a whole run."""
     (folder / "steps.jsonl").touch()
+    progress.loading(requests=26, model="m")
     progress.started(steps=2, packed_rows=6_912, budget_bytes=2 * 1024**3, run_folder=folder)
     progress.evaluated(EvaluationRecord(step=0, requests=14, trained_tokens=283, loss=1.5, seconds=3.0))
     for number in (1, 2):
@@ -128,6 +129,7 @@ def test_json_lines_are_one_document_per_event(tmp_path: Path, capsys: pytest.Ca
         tell(lines, tmp_path)
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events] == [
+        "loading",
         "started",
         "evaluation",
         "advanced",
@@ -139,5 +141,5 @@ def test_json_lines_are_one_document_per_event(tmp_path: Path, capsys: pytest.Ca
         "comparison",
         "finished",
     ]
-    assert events[3]["packed_rows"] == 3_456
+    assert events[4]["packed_rows"] == 3_456
     assert events[-1]["comparison"]["speed_up"] == 3.0

@@ -17,15 +17,15 @@ from trainer_rank.training.progress import Silent
 from trainer_rank.training.run_folder import CONTENTS
 
 
-def config(model: Path, data: Path, **entries: Any) -> TrainConfig:
+def config(folder: Path, rollouts: Path, **entries: Any) -> TrainConfig:
     """Return a configuration of two steps over all three conversations."""
     defaults: dict[str, Any] = {
-        "model": {"path": str(model), "lora": {"rank": 2, "alpha": 4.0}},
-        "data": {"path": str(data), "eval_path": str(data)},
+        "model": {"path": str(folder), "lora": {"rank": 2, "alpha": 4.0}},
+        "data": {"path": str(rollouts), "eval_path": str(rollouts)},
         "optimizer": {"lr": 0.02},
         "groups_per_step": 3,
         "steps": 2,
-        "run_dir": str(data.parent / "runs"),
+        "run_dir": str(rollouts.parent / "runs"),
     }
     return TrainConfig.model_validate({**defaults, **entries})
 
