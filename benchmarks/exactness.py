@@ -1,19 +1,21 @@
 """Every layout and every split gives the numbers of the stock library model run one request at a time.
 
 The oracle is the library's own model with its own ``sdpa`` attention, each request alone, log-softmax over all rows.
-The loss is a sum over labels with random weights, so that no gradient is symmetric. For each family (Llama, Qwen2,
-Qwen3; random weights, grouped-query heads), LoRA and full fine-tuning, per-layer recompute on and off:
+The loss sums log-probs with random weights, so that no gradient is symmetric. Llama, Qwen2 and Qwen3 with random
+weights and grouped-query heads, an adapter or all weights trained, recompute on and off, make twelve ways to train.
 
-* Shapes of at most four layout decisions and six requests: all layouts of all splits into passes. Passes meet only in
-  ``.grad``, to which they add, so each distinct pass (some of the requests under some layout) runs once; the error of a
-  split is at most the sum of the errors of its passes, and that sum is what is reported.
-* All other shapes: 32 random splits with random layouts, dealt out over the twelve ways to train. Every small shape is
-  run once more in each of the twelve ways. Here ``.grad`` accumulates over the passes of the split.
-* SmolLM2-135M on chat text: log-probs only.
+* Shapes of at most four layout decisions and six requests: all layouts of all splits into passes, in one way of each
+  family, the four of a family in turn. Passes meet only in ``.grad``, to which they add, so each distinct pass (some of
+  the requests under some layout) runs once; the error of a split is at most the sum of the errors of its passes, and
+  that sum is judged.
+* All shapes: random splits with random layouts, ``.grad`` accumulating over the passes of a split; 32 for a shape that
+  is not small, dealt out over the twelve ways, and one in each way for a small one.
+* SmolLM2-135M on chat text, log-probs only.
 
-Figures: ``float64_*`` in float64 with a float64 RMSNorm on both sides (the stock one computes in float32), ``float32_*``
-in float32 as the library ships it. ``*_logp`` is the largest absolute difference of a log-prob, ``*_grad`` the norm of
-the difference over the norm of the reference for the worst single parameter.
+Figures: ``float64_*`` in float64 with a float64 RMSNorm on both sides (the stock one computes in float32);
+``float32_*`` as the library ships it. ``*_logp`` is the largest absolute difference of a log-prob; ``*_grad`` the norm
+of the difference over the norm of the reference, for the worst single parameter (over the norm of the whole gradient
+for a parameter whose reference is zero).
 """
 
 from __future__ import annotations
@@ -22,316 +24,232 @@ from _harness import finish, pin_threads, quick, target
 
 pin_threads(1)
 
+import contextlib  # noqa: E402
 import itertools  # noqa: E402
+import math  # noqa: E402
 import time  # noqa: E402
-import warnings  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
-from contextlib import contextmanager  # noqa: E402
-from dataclasses import dataclass, field  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from dataclasses import dataclass  # noqa: E402
 from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from _chat import chat_trees  # noqa: E402
-from _shapes import VOCABULARY, Shape, requests, shapes  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
+from _oracle import (  # noqa: E402
+    FAMILIES,
+    RECOMPUTE,
+    TRAINED,
+    WAYS,
+    Reference,
+    Subject,
+    Way,
+    alone,
+    make_subject,
+    norms_in_float64,
+    reference,
+)
+from _shapes import Shape, requests, shapes  # noqa: E402
+from _splits import Members, Pass, all_passes, all_splits, is_small, random_split  # noqa: E402
 from torch import Tensor  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaRMSNorm  # noqa: E402
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm  # noqa: E402
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from trainer_rank import Layout, Request, TransformersRuntime  # noqa: E402
 from trainer_rank.executor.run import run_forward  # noqa: E402
 from trainer_rank.planner import pass_work  # noqa: E402
-from trainer_rank.prefix import build_tree, pack  # noqa: E402
-from trainer_rank.requests import IGNORED  # noqa: E402
 
 SAMPLES = 32
-HEAD_CHUNK_ROWS = 7
 REAL_MODEL = Path(__file__).resolve().parents[1] / ".cache" / "smollm2-135m"
-
-Part = tuple[tuple[int, ...], Layout]
-"""One pass: the requests in it and its layout."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One of the twelve ways to train."""
-
-    family: str
-    adapter: str
-    recompute: str
-
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-WAYS = [Way(*way) for way in itertools.product(FAMILIES, ("lora", "all weights"), ("full", "none"))]
+NO_NUMBER = 1e9
+"""What a figure shows that could not be had: not finite, or not run. It misses its target."""
 
 
 @dataclass(slots=True)
 class Worst:
-    """The worst errors of one way, and how many passes and combinations of split and layouts stand behind them."""
+    """The worst errors of one way and where they were, with the passes run and the combinations they stand for."""
 
     logp: float = 0.0
     grad: float = 0.0
-    logp_where: str = ""
-    grad_where: str = ""
+    logp_at: str = ""
+    grad_at: str = ""
     passes: int = 0
     combinations: int = 0
 
-    def meet(self, logp: float, grad: float, logp_where: str, grad_where: str) -> None:
-        """Take in the errors of one case; NaN counts as infinite."""
-        logp, grad = (float("inf") if error != error else error for error in (logp, grad))
-        if logp >= self.logp:
-            self.logp, self.logp_where = logp, logp_where
-        if grad >= self.grad:
-            self.grad, self.grad_where = grad, grad_where
+    def meet_logp(self, error: float, where: str) -> None:
+        """Take in an error; one that is not a number is the worst of all."""
+        if not error <= self.logp:
+            self.logp, self.logp_at = min(error, NO_NUMBER) if error == error else NO_NUMBER, where
 
-
-@dataclass(slots=True)
-class Subject:
-    """A model under test and its oracle, with the same weights."""
-
-    way: Way
-    model: Any
-    oracle: Any
-    runtime: TransformersRuntime | None = field(default=None)
-
-    def run_as(self, recompute: str) -> TransformersRuntime:
-        """Return the model under test with ``recompute``."""
-        if self.runtime is None or self.runtime.recompute != recompute:
-            self.runtime = TransformersRuntime(self.model, recompute=recompute)
-        return self.runtime
-
-    def parameter_names(self) -> list[str]:
-        """Return the names of the trained parameters."""
-        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What the oracle gives: log-probs and gradients of each request, and each parameter's scale."""
-
-    logprobs: list[Tensor]
-    grads: list[list[Tensor]]
-    scale: Tensor
-
-
-def tiny_config(family: str) -> Any:
-    """Return two or three layers with grouped-query heads; Qwen2 has biases, Qwen3 a head size of its own."""
-    common = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 96,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 2048,
-        # Large enough that attention is far from uniform, so that a wrong mask moves the numbers.
-        "initializer_range": 0.15,
-    }
-    if family == "llama":
-        return LlamaConfig(num_hidden_layers=2, tie_word_embeddings=False, **common)
-    if family == "qwen2":
-        return Qwen2Config(num_hidden_layers=2, tie_word_embeddings=True, **common)
-    return Qwen3Config(num_hidden_layers=3, tie_word_embeddings=True, head_dim=24, **common)
-
-
-def make_subject(way: Way, dtype: torch.dtype) -> Subject:
-    """Return a model with random weights and a stock copy of it."""
-    torch.manual_seed(0)
-    model = _tiny_model(way, dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            elif "lora" in name:
-                parameter.copy_(0.2 * torch.randn_like(parameter))
-    oracle = _tiny_model(way, dtype)
-    oracle.load_state_dict(model.state_dict())
-    return Subject(way, model, oracle)
-
-
-def _tiny_model(way: Way, dtype: torch.dtype) -> Any:
-    model = AutoModelForCausalLM.from_config(tiny_config(way.family), dtype=dtype, attn_implementation="sdpa")
-    if way.adapter == "lora":
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-        return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
-    return model
-
-
-@contextmanager
-def float64_norms() -> Iterator[None]:
-    """Give RMSNorm, which computes in float32 whatever its input, the precision of its input."""
-
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        mean = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * (hidden_states * torch.rsqrt(mean + self.variance_epsilon))
-
-    stock = {cls: cls.forward for cls in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)}
-    for cls in stock:
-        cls.forward = forward
-    try:
-        yield
-    finally:
-        for cls, method in stock.items():
-            cls.forward = method
-
-
-# -- oracle ----------------------------------------------------------------------------------------------------------
-
-
-def alone(oracle: Any, request: Request) -> Tensor:
-    """Return the log-probs of one request from the stock model, of its labels' shape, 0 where ignored."""
-    labels = torch.from_numpy(request.labels.copy())
-    logits = oracle(input_ids=torch.from_numpy(request.tokens.copy())[None], use_cache=False).logits[0]
-    spread = logits.log_softmax(-1)
-    picked = spread.gather(1, labels.clamp_min(0).reshape(len(labels), -1)).view(labels.shape)
-    return torch.where(labels == IGNORED, 0.0, picked)
-
-
-def reference(subject: Subject, batch: Sequence[Request], weights: Sequence[Tensor]) -> Reference:
-    """Return the oracle's numbers."""
-    parameters = [parameter for parameter in subject.oracle.parameters() if parameter.requires_grad]
-    logprobs, grads = [], []
-    for request, weight in zip(batch, weights, strict=True):
-        found = alone(subject.oracle, request)
-        logprobs.append(found.detach())
-        grads.append(list(torch.autograd.grad((found * weight).sum(), parameters)))
-    total = [torch.stack(each).sum(0) for each in zip(*grads, strict=True)]
-    return Reference(logprobs, grads, _scale(total))
-
-
-def _scale(total: Sequence[Tensor]) -> Tensor:
-    """Return the norm of each parameter's gradient; the whole gradient's where it is zero but for rounding."""
-    norms = torch.stack([grad.double().norm() for grad in total])
-    rounding = 64 * torch.finfo(total[0].dtype).eps
-    return torch.where(norms <= rounding * norms.norm(), norms.norm(), norms)
-
-
-# -- subject ---------------------------------------------------------------------------------------------------------
-
-
-def run(
-    runtime: TransformersRuntime,
-    batch: Sequence[Request],
-    weights: Sequence[Tensor],
-    known: Reference,
-    parts: Sequence[Part],
-) -> tuple[float, Tensor]:
-    """Return the errors of a split: the worst log-prob, and the norm of the gradient's error by parameter over scale."""
-    parameters = runtime.trainable_parameters()
-    for parameter in parameters:
-        parameter.grad = None
-    worst, members = 0.0, []
-    for indices, layout in parts:
-        work = pass_work([batch[index] for index in indices], indices, layout)
-        result = run_forward(runtime, work, head_chunk_rows=HEAD_CHUNK_ROWS, map_error=lambda error: error)
-        pairs = list(zip(indices, result.logprobs, strict=True))
-        worst = max(worst, *(float((known.logprobs[index] - found.detach()).abs().max()) for index, found in pairs))
-        torch.stack([(weights[index] * found).sum() for index, found in pairs]).sum().backward()
-        members += indices
-    wanted = [torch.stack([known.grads[index][p] for index in members]).sum(0) for p in range(len(parameters))]
-    found = [parameter.grad for parameter in parameters]
-    off = torch.stack(torch._foreach_norm(torch._foreach_sub(found, wanted)))
-    return worst, off.double() / known.scale
-
-
-def passes_of(batch: Sequence[Request], members: tuple[int, ...]) -> tuple[list[Part], int]:
-    """Return the passes of these requests whose packed rows differ, and the number of layouts they stand for."""
-    tree = build_tree([batch[index].tokens for index in members])
-    distinct: dict[tuple[bytes, ...], Part] = {}
-    for decisions in itertools.product((False, True), repeat=tree.num_segments):
-        layout = Layout.mixed(decisions)
-        packed = pack(tree, layout)
-        table = (packed.token_ids, packed.segment_start, packed.segment_parent, packed.request_segment)
-        distinct.setdefault(tuple(array.tobytes() for array in table), (members, layout))
-    return list(distinct.values()), 2**tree.num_segments
-
-
-def splits(members: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
-    """Yield all partitions of ``members`` into passes."""
-    if not members:
-        yield []
-        return
-    first, *rest = members
-    for size in range(len(rest) + 1):
-        for others in itertools.combinations(rest, size):
-            left = tuple(index for index in rest if index not in others)
-            for tail in splits(left):
-                yield [(first, *others), *tail]
-
-
-def random_split(batch: Sequence[Request], draw: np.random.Generator) -> list[Part]:
-    """Return a random split into at most four passes with a random layout each."""
-    owner = draw.integers(0, draw.integers(1, 5), len(batch))
-    parts = []
-    for number in np.unique(owner):
-        members = tuple(np.flatnonzero(owner == number).tolist())
-        tree = build_tree([batch[index].tokens for index in members])
-        share = draw.choice([0.0, 0.5, 0.8, 1.0])
-        parts.append((members, Layout.mixed(tuple((draw.random(tree.num_segments) < share).tolist()))))
-    return parts
-
-
-def is_small(batch: Sequence[Request]) -> bool:
-    """Return whether every layout and every split is run."""
-    return len(batch) <= 6 and build_tree([request.tokens for request in batch]).num_segments <= 4
-
-
-# -- cases -----------------------------------------------------------------------------------------------------------
-
-
-def check_all(subject: Subject, case: Case, worst: Worst) -> None:
-    """Run every layout of every split."""
-    runtime, names, count = subject.run_as(subject.way.recompute), subject.parameter_names(), len(case.batch)
-    known = reference(subject, case.batch, case.weights)
-    errors: dict[tuple[int, ...], Tensor] = {}
-    layouts: dict[tuple[int, ...], int] = {}
-    for size in range(1, count + 1):
-        for members in itertools.combinations(range(count), size):
-            parts, layouts[members] = passes_of(case.batch, members)
-            errors[members] = torch.zeros(len(names), dtype=torch.float64)
-            for part in parts:
-                logp, off = run(runtime, case.batch, case.weights, known, [part])
-                errors[members] = torch.maximum(errors[members], off)
-                worst.meet(logp, 0.0, f"{case.shape.name} {part}", worst.grad_where)
-                worst.passes += 1
-    for split in splits(tuple(range(count))):
-        off = torch.stack([errors[members] for members in split]).sum(0)
-        worst.meet(0.0, float(off.max()), worst.logp_where, f"{case.shape.name} {split} {names[int(off.argmax())]}")
-        worst.combinations += int(np.prod([layouts[members] for members in split]))
-
-
-def check_some(subject: Subject, case: Case, parts: Sequence[Sequence[Part]], worst: Worst) -> None:
-    """Run some splits, with the gradient accumulated over their passes."""
-    runtime, names = subject.run_as(subject.way.recompute), subject.parameter_names()
-    known = reference(subject, case.batch, case.weights)
-    for split in parts:
-        logp, off = run(runtime, case.batch, case.weights, known, split)
-        worst.meet(
-            logp,
-            float(off.max()),
-            f"{case.shape.name} {split}",
-            f"{case.shape.name} {split} {names[int(off.argmax())]}",
-        )
-        worst.passes += len(split)
-        worst.combinations += 1
+    def meet_grad(self, error: float, where: str) -> None:
+        """The same for a gradient."""
+        if not error <= self.grad:
+            self.grad, self.grad_at = min(error, NO_NUMBER) if error == error else NO_NUMBER, where
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """A shape as requests, with a weight for each label."""
 
-    shape: Shape
+    name: str
     batch: list[Request]
     weights: list[Tensor]
     small: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A case with what the oracle says of it."""
+
+    case: Case
+    known: Reference
+    names: list[str]
+
+
 def make_case(shape: Shape, seed: int, dtype: torch.dtype) -> Case:
-    """Return the shape's requests and weights."""
+    """Return the shape's requests and random weights."""
     draw = np.random.default_rng(seed)
     batch = requests(shape, draw)
-    weights = [torch.from_numpy(draw.normal(size=request.labels.shape)).to(dtype) for request in batch]
-    return Case(shape, batch, weights, is_small(batch))
+    weights = [torch.from_numpy(draw.normal(size=np.shape(request.labels))).to(dtype) for request in batch]
+    return Case(shape.name, batch, weights, is_small(batch))
+
+
+def run(runtime: TransformersRuntime, trial: Trial, passes: Sequence[Pass]) -> tuple[float, Tensor]:
+    """Return the errors of a split: of the worst log-prob, and of each parameter's gradient relative to its scale."""
+    case, known, parameters = trial.case, trial.known, runtime.trainable_parameters()
+    for parameter in parameters:
+        parameter.grad = None
+    logp, members = [], []
+    for indices, layout in passes:
+        work = pass_work([case.batch[index] for index in indices], indices, layout)
+        result = run_forward(runtime, work, head_chunk_rows=7, map_error=lambda error: error)
+        pairs = list(zip(indices, result.logprobs, strict=True))
+        logp += [float((known.logprobs[index] - found.detach()).abs().max()) for index, found in pairs]
+        torch.stack([(case.weights[index] * found).sum() for index, found in pairs]).sum().backward()
+        members += indices
+    wanted = [torch.stack(grads).sum(0) for grads in zip(*(known.grads[index] for index in members), strict=True)]
+    grads = [parameter.grad for parameter in parameters]
+    off = torch.stack(torch._foreach_norm(torch._foreach_sub(grads, wanted)))
+    # Python's ``max`` would let NaN pass.
+    return float(np.max(logp)), off.double() / known.scale
+
+
+def check_all(runtime: TransformersRuntime, trial: Trial, worst: Worst) -> None:
+    """Run every layout of every split."""
+    name, batch = trial.case.name, trial.case.batch
+    everyone = tuple(range(len(batch)))
+    errors: dict[Members, Tensor] = {}
+    layouts: dict[Members, int] = {}
+    for size in range(1, len(everyone) + 1):
+        for members in itertools.combinations(everyone, size):
+            passes, layouts[members] = all_passes(batch, members)
+            found = [run(runtime, trial, [item]) for item in passes]
+            for item, (logp, _) in zip(passes, found, strict=True):
+                worst.meet_logp(logp, f"{name} {item}")
+            errors[members] = torch.stack([off for _, off in found]).amax(0)
+            worst.passes += len(passes)
+    for split in all_splits(everyone):
+        off = torch.stack([errors[members] for members in split]).sum(0)
+        worst.meet_grad(float(off.max()), f"{name} {split} {trial.names[int(off.argmax())]}")
+        worst.combinations += math.prod(layouts[members] for members in split)
+
+
+def check_one(runtime: TransformersRuntime, trial: Trial, split: Sequence[Pass], worst: Worst) -> None:
+    """Run one split."""
+    logp, off = run(runtime, trial, split)
+    worst.meet_logp(logp, f"{trial.case.name} {split}")
+    worst.meet_grad(float(off.max()), f"{trial.case.name} {split} {trial.names[int(off.argmax())]}")
+    worst.passes += len(split)
+    worst.combinations += 1
+
+
+def check_shape(subject: Subject, ways: Sequence[Way], case: Case, number: int, worst: dict[Way, Worst]) -> None:
+    """Run what falls to the ways of one subject (recompute on, off) of the case with this number."""
+    trial = Trial(case, reference(subject, case.batch, case.weights), subject.parameter_names())
+    for way in ways:
+        runtime, place = subject.runtime(way.recompute), (WAYS.index(way) + number) % len(WAYS)
+        if case.small and place % (len(TRAINED) * len(RECOMPUTE)) == 0:
+            check_all(runtime, trial, worst[way])
+        for sample in [place] if case.small else range(place, SAMPLES, len(WAYS)):
+            split = random_split(case.batch, np.random.default_rng((number, sample)))
+            check_one(runtime, trial, split, worst[way])
+
+
+def check_tiny(drawn: Sequence[Shape], dtype: torch.dtype) -> dict[str, float]:
+    """Run all shapes in all ways, print a table, return its worst figures."""
+    name = str(dtype).removeprefix("torch.")
+    worst = {way: Worst() for way in WAYS}
+    cases = [make_case(shape, number, dtype) for number, shape in enumerate(drawn)]
+    for family, trained in itertools.product(FAMILIES, TRAINED):
+        begin = time.perf_counter()
+        subject = make_subject(family, trained, dtype)
+        ways = [Way(family, trained, recompute) for recompute in RECOMPUTE]
+        for number, case in enumerate(cases):
+            check_shape(subject, ways, case, number, worst)
+        print(f"{name} {family} {trained}: {len(cases)} shapes in {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"\n{name:38} log-prob  gradient  passes  combinations")
+    for way, found in worst.items():
+        print(f"{way!s:38} {found.logp:8.1e}  {found.grad:8.1e}  {found.passes:6}  {found.combinations:12}")
+    logp, grad = (max(worst.values(), key=lambda found: getattr(found, key)) for key in ("logp", "grad"))
+    print(f"worst log-prob at {logp.logp_at}\nworst gradient at {grad.grad_at}\n", flush=True)
+    return {
+        f"{name}_logp": logp.logp,
+        f"{name}_grad": grad.grad,
+        f"{name}_passes": sum(found.passes for found in worst.values()),
+        f"{name}_combinations": sum(found.combinations for found in worst.values()),
+    }
+
+
+def check_real() -> dict[str, float]:
+    """Run SmolLM2-135M on chat trees and return the worst difference of a log-prob."""
+    if not (REAL_MODEL / "config.json").is_file():
+        print("SmolLM2-135M is missing, so real_logp is missed; make it by: python examples/demo/prepare_model.py")
+        return {"real_logp": NO_NUMBER, "real_trees": 0}
+    oracle = AutoModelForCausalLM.from_pretrained(REAL_MODEL, dtype=torch.float32, attn_implementation="sdpa").eval()
+    runtime = TransformersRuntime.from_pretrained(REAL_MODEL, dtype=torch.float32)
+    trees = chat_trees(AutoTokenizer.from_pretrained(REAL_MODEL))
+    worst = 0.0
+    for number, (name, rows) in enumerate(trees.items()):
+        draw, begin = np.random.default_rng(number), time.perf_counter()
+        batch = [Request.next_token(row, no_grad=True) for row in rows]
+        with torch.no_grad():
+            known = [alone(oracle, request) for request in batch]
+        half = tuple(range(0, len(batch), 2)), tuple(range(1, len(batch), 2))
+        splits: list[list[Pass]] = [
+            [(tuple(range(len(batch))), Layout.full_sharing())],
+            [(members, Layout.uniform_depth(1)) for members in half],
+            random_split(batch, draw),
+        ]
+        errors = []
+        for indices, layout in itertools.chain.from_iterable(splits):
+            work = pass_work([batch[index] for index in indices], indices, layout)
+            result = run_forward(runtime, work, head_chunk_rows=64, map_error=lambda error: error)
+            errors += [
+                float((known[index] - found).abs().max()) for index, found in zip(indices, result.logprobs, strict=True)
+            ]
+        error = min(float(np.nan_to_num(np.max(errors), nan=NO_NUMBER)), NO_NUMBER)
+        worst = max(worst, error)
+        tokens, span = sum(len(row) for row in rows), max(len(row) for row in rows)
+        print(
+            f"SmolLM2-135M {name:24} {len(rows):2} requests, {tokens:4} tokens, longest {span:3}: "
+            f"log-prob {error:.1e}  ({time.perf_counter() - begin:.0f} s)",
+            flush=True,
+        )
+    return {"real_logp": worst, "real_trees": len(trees)}
+
+
+def main() -> None:
+    """Run everything; with ``--quick`` a few shapes and no real model."""
+    begin = time.perf_counter()
+    drawn = shapes()[::11] if quick() else shapes()
+    figures: dict[str, float] = {"shapes": len(drawn)}
+    for dtype, norms in ((torch.float64, norms_in_float64()), (torch.float32, contextlib.nullcontext())):
+        with norms:
+            figures |= check_tiny(drawn, dtype)
+    if not quick():
+        figures |= check_real()
+    print(f"{time.perf_counter() - begin:.0f} s in all")
+    bounds = {"float64_logp": 1e-9, "float64_grad": 1e-9, "float32_logp": 1e-4, "float32_grad": 1e-4, "real_logp": 1e-4}
+    finish("exactness", figures, [target("shapes", "ge", 60), *(target(key, "le", at) for key, at in bounds.items())])
+
+
+if __name__ == "__main__":
+    main()

@@ -67,18 +67,25 @@ class PassGraph:
             )
         waiting = self._waiting - given
         keep = retain or bool(waiting)
-        if self._logprobs is not None:
-            self._inner(grads, keep=keep)
-        else:
-            self._commit([None] * len(self._parameters))
+        try:
+            buffers = self._own(self._inner(grads, keep=keep))
+        except Exception as error:
+            self._close()
+            mapped = self._map_error(error)
+            if mapped is error:
+                raise
+            raise mapped from error
+        self._commit(buffers)
         self._waiting = waiting
         if not retain:
             self._spent |= given
         if not keep:
             self._close()
 
-    def _inner(self, grads: Sequence[Tensor | None], *, keep: bool) -> None:
-        assert self._logprobs is not None
+    def _inner(self, grads: Sequence[Tensor | None], *, keep: bool) -> Sequence[Tensor | None]:
+        """Return the gradient of each parameter, None for one the pass does not reach."""
+        if self._logprobs is None:
+            return [None] * len(self._parameters)
         flat = torch.cat(
             [
                 grad.reshape(-1) if grad is not None else self._logprobs.new_zeros(size)
@@ -87,24 +94,32 @@ class PassGraph:
         )
         cotangent = flat.to(self._logprobs.dtype).index_select(0, self._slot)
         del flat
-        try:
-            found = torch.autograd.grad(
-                self._logprobs, self._parameters, cotangent, retain_graph=keep, allow_unused=True
-            )
-        except Exception as error:
-            self._close()
-            mapped = self._map_error(error)
-            if mapped is error:
-                raise
-            raise mapped from error
-        self._commit(found)
+        return torch.autograd.grad(self._logprobs, self._parameters, cotangent, retain_graph=keep, allow_unused=True)
 
-    def _commit(self, found: Sequence[Tensor | None]) -> None:
-        """Add the pass's buffers to ``.grad``; a parameter the pass did not reach gets an exact zero."""
+    def _own(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients as tensors fit to become ``.grad``; the last step that may run out of memory.
+
+        autograd may hand out one tensor for two parameters, or one element for many; what stays needs memory of its
+        own. A parameter without ``.grad`` that the pass does not reach gets an exact zero.
+        """
+        taken: set[int] = set()
+        buffers: list[Tensor | None] = []
+        for parameter, grad in zip(self._parameters, found, strict=True):
+            if parameter.grad is None:
+                if grad is None:
+                    grad = torch.zeros_like(parameter)
+                elif id(grad) in taken or grad.stride() != parameter.stride():
+                    grad = torch.empty_like(parameter).copy_(grad)
+                taken.add(id(grad))
+            buffers.append(grad)
+        return buffers
+
+    def _commit(self, buffers: Sequence[Tensor | None]) -> None:
+        """Add the pass's buffers to ``.grad``."""
         with torch.no_grad():
-            for parameter, grad in zip(self._parameters, found, strict=True):
+            for parameter, grad in zip(self._parameters, buffers, strict=True):
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter) if grad is None else grad
+                    parameter.grad = grad
                 elif grad is not None:
                     parameter.grad.add_(grad)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trainer_rank.errors import MeterError
 from trainer_rank.meters.base import Meter
+
+if TYPE_CHECKING:
+    import torch
 
 CpuMechanism = Literal["auto", "counting", "tracking"]
 
 
 def open_meter(
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     memory_budget: int | str | None = None,
     *,
     reserve_bytes: int | None = None,
@@ -21,7 +24,7 @@ def open_meter(
     """Return a meter for ``device`` with its cap armed.
 
     Args:
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:<index>"``, as a string or a ``torch.device``.
         memory_budget: All bytes that may be in use on the device, weights included. None: what the device can give.
         reserve_bytes: Part of it kept for what no allocator sees. None: the meter's own default. CPU only.
         cpu: ``"counting"`` needs a C++ compiler once per machine; ``"tracking"`` needs none and is slower and less
@@ -31,6 +34,7 @@ def open_meter(
         ValueError: An argument is malformed; the message names it.
         MeterError: There is no such device, or its memory cannot be measured here.
     """
+    device = str(device)
     kind = device.partition(":")[0]
     if kind == "cuda":
         if reserve_bytes is not None:

@@ -56,6 +56,19 @@ def check_supported(config: Any) -> None:
 
 def check_adapter(config: Any) -> None:
     """Raise ``UnsupportedModelError`` for a PEFT configuration that cannot be honoured."""
+    kind = getattr(config, "peft_type", None)
+    if kind != "LORA":
+        raise UnsupportedModelError(
+            layer="adapter",
+            reason=f"an adapter of type {getattr(kind, 'value', kind)} has not been proved equal to one-by-one training",
+            next_step="Use a LoraConfig",
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise UnsupportedModelError(
+            layer="alora_invocation_tokens",
+            reason="an adapter that starts at a token of the prompt acts on a shared prefix by what follows it",
+            next_step="Leave alora_invocation_tokens unset",
+        )
     if getattr(config, "lora_dropout", 0.0):
         raise UnsupportedModelError(
             layer="lora_dropout",

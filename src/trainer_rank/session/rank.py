@@ -78,7 +78,7 @@ class TrainerRank:
         if caller_bytes_per_token < 0:
             raise ValueError(f"caller_bytes_per_token must not be negative, got {caller_bytes_per_token}")
         self.runtime: Final = runtime
-        self.meter: Final = open_meter(runtime.device, memory_budget) if meter is None else meter
+        self.meter: Final = open_meter(str(runtime.device), memory_budget) if meter is None else meter
         self._head_chunk_rows = head_chunk_rows
         self._max_packed_tokens = max_packed_tokens
         self._layout = layout

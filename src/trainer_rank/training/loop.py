@@ -105,7 +105,7 @@ class _Run:
         for micro_batch in self._rank.forward_micro_batches(batch, normalisation=config.loss.normalisation):
             passes.observe(self._rank.last_observation)
             loss = self._loss(micro_batch)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             loss_value += float(loss.detach())
             passes.add(micro_batch.stats)
             self._progress.advanced(step=number, packed_rows=micro_batch.stats.packed_rows)

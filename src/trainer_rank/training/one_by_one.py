@@ -63,7 +63,7 @@ def _run(rank: TrainerRank, calls: Sequence[Sequence[Request]], loss: Loss) -> _
     for requests in calls:
         scored: dict[int, Tensor] = {}
         for micro_batch in rank.forward_micro_batches(requests, normalisation="sum"):
-            loss(micro_batch).backward()  # type: ignore[no-untyped-call]
+            loss(micro_batch).backward()
             rows += micro_batch.stats.packed_rows
             for index, result in zip(micro_batch.indices, micro_batch.results, strict=True):
                 if result.logprobs is not None:

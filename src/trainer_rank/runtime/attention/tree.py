@@ -263,7 +263,7 @@ def _backward_bucket(
     if item.valid is not None:
         # Padded slots repeat a real row; with a zero gradient and the key behind every real query they add nothing.
         live = torch.zeros(bucket.count * bucket.length, dtype=grad.dtype, device=grad.device)
-        live[item.valid] = 1
+        live.index_fill_(0, item.valid, 1)
         grad_b = grad_b * live.view(bucket.count, 1, bucket.length, 1)
     parts = kernel.backward(grad_b, q_b, k_b, v_b, out_b, lse_b, causal=True, scale=scale)
     dq_part, dk_part, dv_part = (_flat(part, item) for part in parts)
