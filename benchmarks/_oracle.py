@@ -128,11 +128,12 @@ def norms_in_float64() -> Iterator[None]:
 
 
 def alone(oracle: Any, request: Request) -> Tensor:
-    """Return the log-probs of one request from the stock model, of its labels' shape, 0 where ignored."""
+    """Return the log-probs of one request from the stock model in float64, of its labels' shape, 0 where ignored."""
     assert request.labels is not None
     labels = torch.from_numpy(request.labels.copy())
     logits = oracle(input_ids=torch.from_numpy(request.tokens.copy())[None], use_cache=False).logits[0]
-    picked = logits.log_softmax(-1).gather(1, labels.clamp_min(0).reshape(len(labels), -1)).view(labels.shape)
+    # Over a large vocabulary a float32 log-softmax is itself off by 3e-5; the oracle's must not be.
+    picked = logits.double().log_softmax(-1).gather(1, labels.clamp_min(0).reshape(len(labels), -1)).view(labels.shape)
     return torch.where(labels == IGNORED, 0.0, picked)
 
 

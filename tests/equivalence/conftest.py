@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 
 @pytest.fixture(autouse=True)
-def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give RMSNorm the precision of its input, for the runtime and its oracle alike."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -24,4 +23,3 @@ def norms_in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     for cls in (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
         monkeypatch.setattr(cls, "forward", forward)
-    yield

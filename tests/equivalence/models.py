@@ -114,7 +114,7 @@ class Pair:
 
 
 def assert_same(found: Numbers, wanted: Numbers, *, tolerance: float = 1e-10) -> None:
-    """Assert equal log-probs, absolutely, and each parameter's gradient relative to its norm (to all, if it is zero)."""
+    """Assert equal log-probs and gradients, each parameter's relative to its norm, or to the whole's if it is zero."""
     assert len(found.logprobs) == len(wanted.logprobs) > 0
     assert len(found.grads) == len(wanted.grads) > 0
     for a, b in zip(found.logprobs, wanted.logprobs, strict=True):

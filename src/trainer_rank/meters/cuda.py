@@ -44,7 +44,12 @@ class CudaCounters(Protocol):
 
 @final
 class CudaMeter(Meter):
-    """Measures one CUDA device and caps torch's allocator on it when the budget is below the device's memory."""
+    """Measures one CUDA device and caps torch's allocator on it when the budget is below the device's memory.
+
+    Allocated bytes are those of torch's caching allocator: every tensor of the process on the device, older ones too,
+    each rounded up to its block. The cap bounds what the allocator reserves, cached blocks included; the allocator
+    gives those back by itself before it raises.
+    """
 
     def __init__(
         self,
@@ -152,7 +157,10 @@ class TorchCudaCounters:
 
         if not torch.cuda.is_available():
             raise MeterError(f"device {device!r} was asked for, but torch sees no CUDA device; use device 'cpu'")
-        index = torch.device(device).index
+        try:
+            index = torch.device(device).index
+        except RuntimeError as error:
+            raise MeterError(f"device must be 'cuda' or 'cuda:<index>', got {device!r}") from error
         self._index = torch.cuda.current_device() if index is None else index
         if self._index >= torch.cuda.device_count():
             count = torch.cuda.device_count()

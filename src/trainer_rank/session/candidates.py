@@ -38,13 +38,24 @@ class Candidates:
         units: Units in tree order.
         pricer: Prices one pass.
         layout: Layout every pass must use; None takes the fastest layout that fits.
+        max_packed_rows: Hard cap on packed rows of one pass; None for no cap.
     """
 
-    def __init__(self, leaves: Sequence[Request], units: Sequence[Unit], pricer: Pricer, layout: Layout | None) -> None:
+    def __init__(
+        self,
+        leaves: Sequence[Request],
+        units: Sequence[Unit],
+        pricer: Pricer,
+        layout: Layout | None,
+        max_packed_rows: int | None,
+    ) -> None:
         self._leaves = leaves
         self._units = units
         self._pricer = pricer
+        # Full sharing is last: it has the fewest rows of all.
         self._layouts = (None, Layout.full_sharing()) if layout is None else (layout,)
+        self._max_packed_rows = max_packed_rows
+        self._works: dict[tuple[int, int, int], tuple[PassWork, ...]] = {}
         self._known: dict[tuple[int, int, int], Candidate] = {}
 
     @property
@@ -56,12 +67,20 @@ class Candidates:
         """Return the flat indices of a range, in reading order."""
         return tuple(sorted(index for unit in self._units[start:stop] for index in unit.indices))
 
+    def within_cap(self, start: int, stop: int) -> bool:
+        """Return whether the range keeps to the cap on packed rows under some layout; prices nothing."""
+        return any(self._is_within_cap(start, stop, number) for number in range(len(self._layouts)))
+
     def admission(
         self, start: int, stop: int, budget: Budget, pending: tuple[Term, ...]
     ) -> tuple[Candidate, Admission]:
-        """Return the range under the fastest layout that is admitted, else under the cheapest one."""
+        """Return the range under the fastest layout that is admitted, else under the cheapest one.
+
+        A layout that breaks the cap on packed rows is not considered, unless all do.
+        """
+        numbers = [number for number in range(len(self._layouts)) if self._is_within_cap(start, stop, number)]
         tried = []
-        for number in range(len(self._layouts)):
+        for number in numbers or [len(self._layouts) - 1]:
             candidate = self._candidate(start, stop, number)
             verdict = admit(candidate.price, budget, pending)
             if verdict.admitted:
@@ -69,23 +88,32 @@ class Candidates:
             tried.append((candidate, verdict))
         return min(tried, key=lambda pair: pair[1].charged_bytes)
 
+    def _is_within_cap(self, start: int, stop: int, number: int) -> bool:
+        cap = self._max_packed_rows
+        return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(start, stop, number))
+
+    def _passes(self, start: int, stop: int, number: int) -> tuple[PassWork, ...]:
+        """Return one pass per grad mode and adapter."""
+        key = (start, stop, number)
+        if key not in self._works:
+            by_key: dict[PassKey, list[int]] = {}
+            for index in self.indices(start, stop):
+                if self._leaves[index].active:
+                    by_key.setdefault(pass_key(self._leaves[index]), []).append(index)
+            self._works[key] = tuple(
+                pass_work([self._leaves[index] for index in members], members, self._layouts[number])
+                for _, members in sorted(by_key.items())
+            )
+        return self._works[key]
+
     def _candidate(self, start: int, stop: int, number: int) -> Candidate:
         key = (start, stop, number)
         if key not in self._known:
-            self._known[key] = self._build(self.indices(start, stop), self._layouts[number])
+            works = self._passes(start, stop, number)
+            if works:
+                price = combine([self._pricer(work) for work in works])
+            else:
+                nothing = Term(name="nothing", num_bytes=0)
+                price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
+            self._known[key] = Candidate(indices=self.indices(start, stop), works=works, price=price)
         return self._known[key]
-
-    def _build(self, indices: tuple[int, ...], layout: Layout | None) -> Candidate:
-        by_key: dict[PassKey, list[int]] = {}
-        for index in indices:
-            if self._leaves[index].active:
-                by_key.setdefault(pass_key(self._leaves[index]), []).append(index)
-        works = tuple(
-            pass_work([self._leaves[index] for index in members], members, layout)
-            for _, members in sorted(by_key.items())
-        )
-        if works:
-            price = combine([self._pricer(work) for work in works])
-        else:
-            price = Price(required_bytes=0, retained_bytes=0, terms=(Term(name="nothing", num_bytes=0),), phase="none")
-        return Candidate(indices=indices, works=works, price=price)

@@ -47,11 +47,14 @@ class Optimizer:
             warnings.warn(f"the gradient norm is {norm}; this step is skipped", RuntimeWarning, stacklevel=3)
             self.zero_grad()
             return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
-        if self._adam is None:
-            self._adam = torch.optim.AdamW(self._parameters, lr=lr, fused=True)
-        for group in self._adam.param_groups:
+        adam = torch.optim.AdamW(self._parameters, lr=lr, fused=True) if self._adam is None else self._adam
+        for group in adam.param_groups:
             group.update(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        self._adam.step()
+        adam.step()
+        # Kept only now: a first step that runs out of memory leaves moments half made, and one without any gradient
+        # makes none.
+        if adam.state:
+            self._adam = adam
         self.zero_grad()
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 

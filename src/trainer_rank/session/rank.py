@@ -161,7 +161,10 @@ class TrainerRank:
     # -- planning ------------------------------------------------------------------------------------------------
 
     def _iterate(self, flat: Flat, rule: Normaliser) -> Iterator[MicroBatch]:
-        groups = [Candidates(flat.leaves, units, self._pricer.price, self._layout) for units in plan_order(flat)]
+        groups = [
+            Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)
+            for units in plan_order(flat)
+        ]
         split = len(groups) > 1
         budget = self._read_budget()
         plans = [self._plan(flat, group, 0, budget, split=split) for group in groups]
@@ -174,29 +177,31 @@ class TrainerRank:
                 if not verdict.admitted:
                     # The caller kept memory, or another process took some: what is left is planned anew.
                     split = True
-                    remaining = self._plan(flat, group, start, verdict.budget, split=True)
+                    remaining = self._plan(flat, group, start, verdict.budget, split=True, begun=True)
                     continue
                 yield from self._run(flat, rule, candidate, verdict)
 
-    def _plan(self, flat: Flat, group: Candidates, start: int, budget: Budget, *, split: bool) -> list[tuple[int, int]]:
+    def _plan(
+        self, flat: Flat, group: Candidates, start: int, budget: Budget, *, split: bool, begun: bool = False
+    ) -> list[tuple[int, int]]:
         """Return ranges covering the units from ``start`` on, each admitted; raise for a unit that cannot fit alone."""
         count = group.num_units
 
         def fits(begin: int, end: int) -> bool:
             whole = not split and start + begin == 0 and start + end == count
-            candidate, verdict = group.admission(start + begin, start + end, budget, self._pending(split=not whole))
-            return verdict.admitted and self._within_cap(candidate)
+            if not group.within_cap(start + begin, start + end):
+                return False
+            _, verdict = group.admission(start + begin, start + end, budget, self._pending(split=not whole))
+            return verdict.admitted
 
         ranges = split_greedily(count - start, fits)
         if isinstance(ranges, int):
-            raise self._refusal(flat, group, start + ranges, budget)
+            raise self._refusal(flat, group, start + ranges, budget, begun=begun)
         return [(start + begin, start + end) for begin, end in ranges]
 
-    def _within_cap(self, candidate: Candidate) -> bool:
-        cap = self._max_packed_tokens
-        return cap is None or all(work.batch.packed_rows <= cap for work in candidate.works)
-
-    def _refusal(self, flat: Flat, group: Candidates, unit: int, budget: Budget) -> TrainerRankMemoryError:
+    def _refusal(
+        self, flat: Flat, group: Candidates, unit: int, budget: Budget, *, begun: bool
+    ) -> TrainerRankMemoryError:
         """Record the refusal of a unit that cannot fit alone and return its error."""
         candidate, verdict = group.admission(unit, unit + 1, budget, self._pending(split=True))
         self._record(candidate, verdict)
@@ -206,17 +211,18 @@ class TrainerRank:
         who = f"request {blamed} of {length} tokens"
         if len(indices) > 1:
             who += f" and the {len(indices) - 1} requests of its atomic group"
-        if verdict.admitted:
+        outcome = "Earlier micro-batches keep their gradients" if begun else "Nothing ran"
+        if not group.within_cap(unit, unit + 1):
             rows = max(work.batch.packed_rows for work in candidate.works)
             return TrainerRankMemoryError(
                 f"{who} cannot run alone: it takes {rows} packed rows and max_packed_tokens is "
-                f"{self._max_packed_tokens}. Nothing ran. Raise max_packed_tokens or drop the request",
+                f"{self._max_packed_tokens}. {outcome}. Raise max_packed_tokens or drop the request",
                 admission=verdict, refused=True, phase="planning", term="max_packed_tokens",
                 request_index=blamed, request_length=length,
             )  # fmt: skip
         return TrainerRankMemoryError(
-            f"{who} cannot fit alone: it {verdict.explain()}; {format_bytes(verdict.short_bytes)} short. Nothing ran. "
-            f"{self._advice(verdict)}",
+            f"{who} cannot fit alone: it {verdict.explain()}; {format_bytes(verdict.short_bytes)} short. "
+            f"{outcome}. {self._advice(verdict)}",
             admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,
             short_bytes=verdict.short_bytes, request_index=blamed, request_length=length,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from tests.equivalence.models import tiny_model
 from trainer_rank.errors import SelfTestError
 from trainer_rank.executor.self_test import self_test
 from trainer_rank.runtime import transformers as adapter
+from trainer_rank.runtime.attention import AttentionPlan, BoundAttention, attention_plan, tree_attention
 from trainer_rank.runtime.transformers import TransformersRuntime
 
 
@@ -44,16 +46,25 @@ def plain_causal(q: Tensor, k: Tensor, v: Tensor, bound: Any, scale: float) -> T
     return out.transpose(1, 2)
 
 
-def own_row_only(q: Tensor, k: Tensor, v: Tensor, bound: Any, scale: float) -> Tensor:
-    """Every row cut from its prefix, in gradient only: the forward stays right."""
-    return adapter_attention(q, k.detach(), v, bound, scale)
+def cut_at_branches(q: Tensor, k: Tensor, v: Tensor, bound: Any, scale: float) -> Tensor:
+    """Attention of each segment to itself alone, as if restarting positions were boundaries."""
+    plan = bound.plan
+    lone = attention_plan(*_segments_as_roots(plan))
+    return tree_attention(q, k, v, BoundAttention.bind(lone, bound.kernel, q.device), scale)
 
 
-adapter_attention = adapter.tree_attention
+def _segments_as_roots(plan: AttentionPlan) -> tuple[Any, Any, Any]:
+    edges = {0, plan.num_rows}
+    edges.update(row for block in plan.blocks for row in (block.start, block.stop))
+    for bucket in plan.buckets:
+        begins = [bucket.start] if bucket.rows is None else bucket.rows[:, 0].tolist()
+        edges.update(begins)
+    starts = np.array(sorted(edges))
+    return starts[:-1], starts[1:], starts[1:]
 
 
-@pytest.mark.parametrize("attention", [plain_causal], ids=["leak between branches"])
-def test_a_backend_that_leaks_is_refused(monkeypatch: pytest.MonkeyPatch, attention: Any) -> None:
+@pytest.mark.parametrize("attention", [plain_causal, cut_at_branches], ids=["leak", "cut"])
+def test_a_backend_that_mistakes_the_tree_is_refused(monkeypatch: pytest.MonkeyPatch, attention: Any) -> None:
     """The message gives the differences and says that nothing was trained."""
     monkeypatch.setattr(adapter, "tree_attention", attention)
     with pytest.raises(SelfTestError, match=r"packed and alone disagree.*Nothing was trained"):

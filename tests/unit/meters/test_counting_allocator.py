@@ -235,7 +235,8 @@ def test_twenty_failed_steps_leave_nothing_behind(library: CountingLibrary) -> N
         library.set_cap(base + int(peak * rng.uniform(0.05, 0.99)))
         with pytest.raises(torch.OutOfMemoryError):
             step(model)
-        gc.collect()
+        if library.live_bytes() != base:  # a collection is slow; only a reference cycle needs one
+            gc.collect()
         assert library.live_bytes() == base
     library.set_cap(base + peak)
     step(model)

@@ -144,7 +144,7 @@ def test_a_malformed_budget_names_its_field() -> None:
 
 
 def test_the_resident_set_follows_the_allocator() -> None:
-    """1 GiB in 200 blocks of mixed sizes: while live it is resident, and afterwards only the cache stays."""
+    """1 GiB in 200 mixed blocks is resident while live, beside the cache; afterwards only the cache stays."""
     out = run_python(
         """
         import random, torch
@@ -163,9 +163,9 @@ def test_the_resident_set_follows_the_allocator() -> None:
             blocks.pop()
         end = meter.read()
         assert full.allocated_bytes - begin.allocated_bytes == 1024 * MIB
-        assert 1024 * MIB - 8 * MIB <= full.resident_bytes - begin.resident_bytes <= (1024 + 16) * MIB, (begin, full)
+        assert 1024 * MIB - 8 * MIB <= full.resident_bytes - begin.resident_bytes <= (1024 + 64 + 16) * MIB
         assert end.resident_bytes - begin.resident_bytes <= (64 + 64) * MIB, end
-        assert end.peak_resident_bytes >= full.resident_bytes
+        assert end.peak_resident_bytes >= full.resident_bytes - MIB  # the kernel sums its counters loosely
         print("ok")
         """
     )

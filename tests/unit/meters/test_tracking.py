@@ -98,7 +98,8 @@ def test_failed_steps_leave_nothing_behind(meter: TrackingCpuMeter) -> None:
         meter._tracker.cap_bytes = base + int(peak * rng.uniform(0.05, 0.99))
         with pytest.raises(torch.OutOfMemoryError):
             step(model)
-        gc.collect()
+        if meter.read().allocated_bytes != base:  # a collection is slow; only a reference cycle needs one
+            gc.collect()
         assert meter.read().allocated_bytes == base
     meter.prepare()
     step(model)

@@ -1,0 +1,9 @@
+"""One thread per library: tiny tensors gain nothing from more, and numbers do not depend on the machine."""
+
+from __future__ import annotations
+
+import os
+
+# Read when torch is imported, which happens with the first test module.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")

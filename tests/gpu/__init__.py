@@ -1,0 +1,1 @@
+"""Tests that need a CUDA device; ``scripts/gpu_check.sh`` runs them."""
