@@ -18,7 +18,7 @@ from trainer_rank.meters import Meter, Reading
 from trainer_rank.meters.counting_lib import load
 from trainer_rank.requests import Request
 from trainer_rank.runtime.transformers import TransformersRuntime
-from trainer_rank.session import MicroBatch, TrainerRank
+from trainer_rank.session import MicroBatch, Result, TrainerRank
 
 Tokens = NDArray[np.int64]
 
@@ -80,6 +80,12 @@ def negative_sum(micro_batch: MicroBatch) -> Tensor:
         if result.logprobs is not None
     ]
     return torch.stack(parts).sum()
+
+
+def logprobs(result: Result) -> Tensor:
+    """Return the log-probs of an active request, without graph."""
+    assert result.logprobs is not None
+    return result.logprobs.detach()
 
 
 def gradients(rank: TrainerRank) -> list[Tensor]:

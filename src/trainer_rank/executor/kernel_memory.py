@@ -26,7 +26,8 @@ def hidden_bytes(func: Callable[..., Any], args: tuple[Any, ...], device: torch.
         args: Its positional arguments.
         device: Where it will run for real.
     """
-    if device.type != "cpu" or getattr(func, "_schema", None) is None or func._schema.name not in _CASTING:
+    schema = getattr(func, "_schema", None)
+    if device.type != "cpu" or schema is None or schema.name not in _CASTING:
         return 0
     operands = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() > 0 and arg.is_floating_point()]
     if len(operands) < 2 or operands[0].dtype == operands[1].dtype:

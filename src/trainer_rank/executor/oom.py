@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+from typing import Final
 
 import torch
 
@@ -11,12 +12,20 @@ from trainer_rank.admission import Admission
 from trainer_rank.errors import TrainerRankMemoryError
 
 
+# How memory that no caching allocator hands out runs out: the plain CPU allocator, library handles, the driver.
+_OTHER_WORDS: Final = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "CUDA out of memory",
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception is a device that ran out of memory, on any device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # Without a counting allocator the CPU reports exhaustion as a plain RuntimeError.
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHER_WORDS)
 
 
 def map_out_of_memory(error: BaseException, *, admission: Admission, phase: str) -> BaseException:

@@ -268,10 +268,16 @@ class TrainerRank:
 
     def _readmit(self, group: Candidates, start: int, stop: int, *, split: bool) -> tuple[Candidate, Admission]:
         """Return the verdict on a planned range against memory as it is now."""
-        candidate, verdict = group.admission(start, stop, self._read_budget(), self._pending(split=split))
-        if not verdict.admitted:
-            gc.collect()
-            candidate, verdict = group.admission(start, stop, self._read_budget(), self._pending(split=split))
+        pending = self._pending(split=split)
+        candidate, verdict = group.admission(start, stop, _budget(self.meter.read()), pending)
+        for collect in (False, True):
+            if collect:
+                gc.collect()
+            # The meter gives cached blocks back only when this pass needs them.
+            budget = _budget(self.meter.prepare(verdict.charged_bytes))
+            candidate, verdict = group.admission(start, stop, budget, pending)
+            if verdict.admitted:
+                break
         return candidate, verdict
 
     # -- execution -----------------------------------------------------------------------------------------------

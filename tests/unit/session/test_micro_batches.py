@@ -16,6 +16,7 @@ from tests.builders import (
     completions,
     distance,
     gradients,
+    logprobs,
     negative_sum,
     run,
     tokens,
@@ -31,28 +32,53 @@ from trainer_rank.session import TrainerRank
 UNEVEN = completions([1, 3, 100], prompt=5)
 
 
-@pytest.mark.parametrize("normalisation", ["token-mean", "sequence-mean", "sum"])
-def test_loss_and_gradient_do_not_depend_on_the_split(new_rank: NewRank, normalisation: str) -> None:
-    """Completions of 1, 3 and 100 tokens in one, two and three passes, as a tree and flat: one loss, one gradient."""
-    loss, grads, _ = run(new_rank(), UNEVEN, normalisation=normalisation)
-    ways: list[tuple[int, dict[str, Any]]] = [
-        (1, {"layout": Layout.no_sharing()}),
-        (1, {"layout": Layout.full_sharing()}),
-        (2, {"max_packed_tokens": 106}),
-        (3, {"max_packed_tokens": 105, "layout": Layout.no_sharing()}),
+@pytest.fixture(scope="module")
+def ways(shared_rank: TrainerRank) -> list[TrainerRank]:
+    """Ranks on one model that run the same requests as a tree, flat, and cut in two and three."""
+    options: list[dict[str, Any]] = [
+        {"layout": Layout.no_sharing()},
+        {"layout": Layout.full_sharing()},
+        {"max_packed_tokens": 106},
+        {"max_packed_tokens": 105, "layout": Layout.no_sharing()},
     ]
-    for passes, options in ways:
-        again, again_grads, count = run(new_rank(**options), UNEVEN, normalisation=normalisation)
-        assert count >= passes
+    runtime, meter = shared_rank.runtime, shared_rank.meter
+    return [TrainerRank(runtime, meter=meter, verify_backend=False, **one) for one in options]
+
+
+@pytest.mark.parametrize("normalisation", ["token-mean", "sequence-mean", "sum"])
+def test_loss_and_gradient_do_not_depend_on_the_split(
+    rank: TrainerRank, ways: list[TrainerRank], normalisation: str
+) -> None:
+    """Completions of 1, 3 and 100 tokens in one pass, two and more, as a tree and flat: one loss, one gradient."""
+    loss, grads, _ = run(rank, UNEVEN, normalisation=normalisation)
+    counts = []
+    for other in ways:
+        again, again_grads, count = run(other, UNEVEN, normalisation=normalisation)
+        counts.append(count)
         assert again == pytest.approx(loss, rel=1e-9)
         assert distance(again_grads, grads) <= 1e-9
+    assert counts == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 2), (0, 1), (1, 2), (0, 2)])
+def test_any_partition_of_the_same_normaliser_gives_the_same_gradient(rank: TrainerRank, cuts: tuple[int, ...]) -> None:
+    """Coefficients are fixed over the whole batch, so calling for some requests first changes nothing."""
+    (whole,) = rank.forward_micro_batches(UNEVEN)
+    coefficients = whole.coefficients
+    _, grads, _ = run(rank, UNEVEN)
+    rank.zero_grad()
+    for part in (cuts, tuple(index for index in range(3) if index not in cuts)):
+        for micro_batch in rank.forward_micro_batches([UNEVEN[index] for index in part]):
+            factors = [coefficients[part[index]] for index in micro_batch.indices]
+            scored = [result.logprobs for result in micro_batch.results if result.logprobs is not None]
+            torch.stack([-factor * one.sum() for factor, one in zip(factors, scored, strict=True)]).sum().backward()
+    assert distance(gradients(rank), grads) <= 1e-9
 
 
 def test_the_token_mean_is_the_mean_over_tokens(rank: TrainerRank) -> None:
     """Not the mean of means: the loss is the sum of all log-probs over the number of scored tokens."""
-    total = 0.0
-    for micro_batch in rank.forward_micro_batches(UNEVEN):
-        total += sum(float(result.logprobs.sum()) for result in micro_batch.results if result.logprobs is not None)
+    (micro_batch,) = rank.forward_micro_batches(UNEVEN)
+    total = sum(float(logprobs(result).sum()) for result in micro_batch.results)
     loss, _, _ = run(rank, UNEVEN)
     assert loss == pytest.approx(-total / 104, rel=1e-12)
 
@@ -62,22 +88,14 @@ def test_requests_are_scored_from_their_parent_s_last_row(rank: TrainerRank) -> 
     batch = [Request.next_token(row) for row in ([5, 6, 7], [5, 6, 8], [5, 6])]
     fully = TrainerRank(rank.runtime, meter=rank.meter, verify_backend=False, layout=Layout.full_sharing())
     (micro_batch,) = fully.forward_micro_batches(batch)
-    found = [result.logprobs for result in micro_batch.results]
-    assert [tuple(one.shape) for one in found if one is not None] == [(3,), (3,), (2,)]
-    assert micro_batch.stats.packed_rows == 4
-    assert micro_batch.stats.trained_tokens == 5
-    alone = []
-    for request in batch:
-        (one,) = rank.forward_micro_batches([request])
-        alone.append(one.results[0].logprobs)
-    for packed, wanted in zip(found, alone, strict=True):
-        assert packed is not None
-        assert wanted is not None
-        assert float((packed - wanted).abs().max().detach()) <= 1e-9
+    found = [logprobs(result) for result in micro_batch.results]
+    assert [tuple(one.shape) for one in found] == [(3,), (3,), (2,)]
+    assert (micro_batch.stats.packed_rows, micro_batch.stats.trained_tokens) == (4, 5)
+    for request, packed in zip(batch, found, strict=True):
+        (alone,) = rank.forward_micro_batches([request])
+        assert float((packed - logprobs(alone.results[0])).abs().max()) <= 1e-9
         assert float(packed[-1]) == 0.0
     # One distribution after 5, 6: two of its tokens cannot have more than all of the mass.
-    assert found[0] is not None
-    assert found[1] is not None
     assert math.exp(float(found[0][1])) + math.exp(float(found[1][1])) < 1
 
 
@@ -145,7 +163,7 @@ def test_the_cap_on_packed_rows_holds_and_no_token_is_lost(new_rank: NewRank, se
     for micro_batch in rank.forward_micro_batches(batch):
         rows.append(micro_batch.stats.packed_rows)
         trained += micro_batch.stats.trained_tokens
-        scored += sum(int((one.logprobs != 0).sum()) for one in micro_batch.results if one.logprobs is not None)
+        scored += sum(int((logprobs(result) != 0).sum()) for result in micro_batch.results)
     assert max(rows) <= 64
     assert len(rows) > 1
     assert trained == scored == sum(lengths)
@@ -188,12 +206,11 @@ def test_near_identical_prefixes_are_packed_as_they_are_and_reported(rank: Train
     assert (found.position, found.lost_rows) == (20, 39)
     (micro_batch,) = rank.forward_micro_batches(batch)
     assert micro_batch.stats.packed_rows == 20 + 2 * 40
-    together = [float(one.logprobs.sum()) for one in micro_batch.results if one.logprobs is not None]
+    together = [float(logprobs(result).sum()) for result in micro_batch.results]
     alone = []
     for request in batch:
         (one,) = rank.forward_micro_batches([request])
-        assert one.results[0].logprobs is not None
-        alone.append(float(one.results[0].logprobs.sum()))
+        alone.append(float(logprobs(one.results[0]).sum()))
     assert together == pytest.approx(alone, rel=1e-9)
     assert together[0] != together[1]
 
@@ -204,9 +221,7 @@ def test_several_labels_per_position_come_back_in_their_shape(rank: TrainerRank)
     labels = np.stack([np.append(row[1:], IGNORED), np.full(6, 3), np.full(6, IGNORED)], axis=1)
     (wide,) = rank.forward_micro_batches([Request(tokens=row, labels=labels)])
     (plain,) = rank.forward_micro_batches([Request.next_token(row)])
-    found, wanted = wide.results[0].logprobs, plain.results[0].logprobs
-    assert found is not None
-    assert wanted is not None
+    found, wanted = logprobs(wide.results[0]), logprobs(plain.results[0])
     assert found.shape == (6, 3)
     assert float((found[:, 0] - wanted).abs().max()) <= 1e-12
     assert not found[:, 2].any()
@@ -222,4 +237,4 @@ def test_an_ungraded_request_has_no_graph_and_the_same_numbers(rank: TrainerRank
             assert result.logprobs is not None
             found[index] = result.logprobs
     assert [found[index].requires_grad for index in range(4)] == [True, True, False, False]
-    assert all(float((found[index] - found[index + 2]).abs().max()) <= 1e-9 for index in (0, 1))
+    assert all(torch.allclose(found[index].detach(), found[index + 2], rtol=0, atol=1e-9) for index in (0, 1))
