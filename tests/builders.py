@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trainer_rank.memory import Recompute
 from trainer_rank.meters import Meter, Reading
 from trainer_rank.meters.counting_lib import load
+from trainer_rank.prefix import PackedBatch
 from trainer_rank.requests import Request
 from trainer_rank.runtime.transformers import TransformersRuntime
 from trainer_rank.session import MicroBatch, Result, TrainerRank
@@ -26,6 +27,16 @@ VOCABULARY = 64
 CONTEXT = 4096
 
 
+class CountingRuntime(TransformersRuntime):
+    """Counts its own forwards; a twin for dry runs counts its own."""
+
+    forwards = 0
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        self.forwards += 1
+        return super().forward(batch)
+
+
 def tiny_runtime(
     *,
     lora: bool = True,
@@ -34,7 +45,7 @@ def tiny_runtime(
     hidden: int = 32,
     vocabulary: int = VOCABULARY,
     recompute: Recompute = "none",
-) -> TransformersRuntime:
+) -> CountingRuntime:
     """Return a Llama with random weights, the same for the same arguments."""
     config = LlamaConfig(
         hidden_size=hidden,
@@ -52,7 +63,7 @@ def tiny_runtime(
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
-    return TransformersRuntime(model, recompute=recompute)
+    return CountingRuntime(model, recompute=recompute)
 
 
 def tokens(seed: int, length: int, vocabulary: int = VOCABULARY) -> Tokens:

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from trainer_rank.admission import Admission
 from trainer_rank.memory import Observation
+from trainer_rank.planner import PassWork
 from trainer_rank.requests import Request
 
 T = TypeVar("T")
@@ -51,6 +53,22 @@ class MicroBatchStats:
     available_bytes: int
     budget_bytes: int
     resident_bytes: int
+
+    @classmethod
+    def of(cls, works: Sequence[PassWork], num_requests: int, verdict: Admission) -> MicroBatchStats:
+        """Return the statistics of admitted passes over ``num_requests`` requests, inactive ones included."""
+        return cls(
+            requests=num_requests,
+            packed_rows=sum(work.batch.packed_rows for work in works),
+            logical_tokens=sum(work.batch.logical_tokens for work in works),
+            trained_tokens=sum(work.head.num_labels for work in works),
+            passes=len(works),
+            required_bytes=verdict.price.required_bytes,
+            predicted_peak_bytes=verdict.predicted_peak_bytes,
+            available_bytes=verdict.budget.available_bytes,
+            budget_bytes=verdict.budget.budget_bytes,
+            resident_bytes=verdict.budget.resident_bytes,
+        )
 
     @property
     def sharing_ratio(self) -> float:

@@ -89,9 +89,15 @@ class TrainerRank:
         )
         self._decisions = 0
         self.last_observation: Observation | None = None
-        self._check_budget()
-        if verify_backend:
-            self_test(runtime, head_chunk_rows=head_chunk_rows)
+        try:
+            self._check_budget()
+            if verify_backend:
+                self_test(runtime, head_chunk_rows=head_chunk_rows)
+        except BaseException:
+            # The cap of a meter that nobody will ever hold would outlive the failure.
+            if meter is None:
+                self.meter.close()
+            raise
 
     @property
     def budget_bytes(self) -> int:
@@ -318,7 +324,7 @@ class TrainerRank:
             results=tuple(found[index] for index in candidate.indices),
             coefficients=tuple(rule.coefficients[index] for index in candidate.indices),
             num_trained=rule.num_trained,
-            stats=_stats(candidate, verdict),
+            stats=MicroBatchStats.of(candidate.works, len(candidate.indices), verdict),
         )
 
     def _forward(self, work: PassWork, verdict: Admission) -> PassResult:
@@ -370,22 +376,6 @@ class TrainerRank:
     def _emit(self, record: Record) -> None:
         if self._on_decision is not None:
             self._on_decision(record)
-
-
-def _stats(candidate: Candidate, verdict: Admission) -> MicroBatchStats:
-    works, budget = candidate.works, verdict.budget
-    return MicroBatchStats(
-        requests=len(candidate.indices),
-        packed_rows=sum(work.batch.packed_rows for work in works),
-        logical_tokens=sum(work.batch.logical_tokens for work in works),
-        trained_tokens=sum(work.head.num_labels for work in works),
-        passes=len(works),
-        required_bytes=verdict.price.required_bytes,
-        predicted_peak_bytes=verdict.predicted_peak_bytes,
-        available_bytes=budget.available_bytes,
-        budget_bytes=budget.budget_bytes,
-        resident_bytes=budget.resident_bytes,
-    )
 
 
 def _no_price() -> Price:

@@ -1,0 +1,401 @@
+"""Admit, split, refuse, fail: what a rank does with a real budget and a real out-of-memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.builders import (
+    BentMeter,
+    CountingRuntime,
+    completion,
+    completions,
+    distance,
+    gradients,
+    negative_sum,
+    offering,
+    run,
+    tiny_runtime,
+    tokens,
+)
+from tests.unit.session.conftest import NewRank
+from trainer_rank.errors import TrainerRankMemoryError
+from trainer_rank.meters import Meter, Reading, open_meter
+from trainer_rank.meters.counting_lib import load
+from trainer_rank.meters.simulated import SimulatedMeter
+from trainer_rank.report import AdmissionRecord, ObservationRecord, Record
+from trainer_rank.session import TrainerRank
+from trainer_rank.units import MIB
+
+BATCH = completions([40, 33, 40, 25, 40, 38, 40, 12], prompt=60)
+
+
+@pytest.fixture(scope="module")
+def meter() -> Iterator[Meter]:
+    """The counting meter: here out-of-memory must be real."""
+    with open_meter("cpu", cpu="counting") as opened:
+        yield opened
+
+
+def forwards(rank: TrainerRank) -> int:
+    """Return how often the live model ran."""
+    assert isinstance(rank.runtime, CountingRuntime)
+    return rank.runtime.forwards
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_below_what_is_resident_is_refused_with_both_numbers() -> None:
+    """What was given and what is there already; and no cap is left behind by the rank that never was."""
+    with pytest.raises(TrainerRankMemoryError, match=r"got 8\.0 MiB with \d.* resident \(\d.* weights\)") as caught:
+        TrainerRank(tiny_runtime(), memory_budget="8MiB")
+    assert (caught.value.refused, caught.value.phase, caught.value.term) == (True, "loading", "weights")
+    assert caught.value.admission is not None
+    assert caught.value.admission.budget.budget_bytes == 8 * MIB
+    torch.empty(64 * MIB, dtype=torch.uint8)
+
+
+def test_a_request_that_cannot_fit_alone_is_refused_before_anything_runs(new_rank: NewRank, meter: Meter) -> None:
+    """Index, length, largest term and bytes short are named, the refusal is recorded, and nothing was touched."""
+    records: list[Record] = []
+    rank = new_rank(meter=offering(meter, 2 * MIB), on_decision=records.append)
+    batch = [*completions([3, 4]), completion(tokens(1, 100), tokens(2, 700)), *completions([5])]
+    with pytest.raises(TrainerRankMemoryError, match="request 2 of 800 tokens cannot fit alone") as caught:
+        list(rank.forward_micro_batches(batch))
+    error = caught.value
+    assert (error.refused, error.request_index, error.request_length) == (True, 2, 800)
+    assert error.admission is not None
+    assert error.short_bytes == error.admission.charged_bytes - error.admission.budget.available_bytes > 0
+    assert error.term == error.admission.largest_term.name
+    for part in ("Nothing ran", "kept for backward", "short", "Set recompute='full'"):
+        assert part in str(error)
+    assert error.__cause__ is None
+    assert forwards(rank) == 0
+    assert all(parameter.grad is None for parameter in rank.runtime.trainable_parameters())
+    (refused,) = records
+    assert isinstance(refused, AdmissionRecord)
+    assert (refused.verdict, refused.requests) == ("refused", [2])
+
+
+def test_the_advice_is_to_raise_the_budget_when_recompute_is_full_already(new_rank: NewRank, meter: Meter) -> None:
+    """By at least what is short."""
+    rank = new_rank(meter=offering(meter, MIB), model={"recompute": "full"}, head_chunk_rows=64)
+    with pytest.raises(TrainerRankMemoryError, match=r"Raise memory_budget by at least \d"):
+        next(rank.forward_micro_batches([completion(tokens(1, 100), tokens(2, 900))]))
+
+
+def test_a_refused_call_leaves_the_rank_usable(new_rank: NewRank, meter: Meter) -> None:
+    """The next call runs as if nothing had happened."""
+    rank = new_rank(meter=offering(meter, 2 * MIB))
+    with pytest.raises(TrainerRankMemoryError):
+        next(rank.forward_micro_batches([completion(tokens(1, 100), tokens(2, 700))]))
+    _, _, count = run(rank, completions([3, 4]))
+    assert count == 1
+
+
+# -- splits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unsplit(meter: Meter) -> Callable[[], tuple[TrainerRank, int]]:
+    """A rank with all memory and what the whole batch is charged there."""
+    rank = TrainerRank(tiny_runtime(), meter=meter, verify_backend=False)
+
+    def get() -> tuple[TrainerRank, int]:
+        (micro_batch,) = rank.forward_micro_batches(BATCH)
+        return rank, micro_batch.stats.required_bytes
+
+    return get
+
+
+def test_half_the_memory_takes_more_passes_and_the_same_gradient(
+    new_rank: NewRank, meter: Meter, unsplit: Callable[[], tuple[TrainerRank, int]]
+) -> None:
+    """With the allocator held to half of what the batch needs at once, it completes by splitting, without an error."""
+    rank, whole_bytes = unsplit()
+    loss, grads, count = run(rank, BATCH)
+    assert count == 1
+    rank.zero_grad()
+    small = new_rank(meter=offering(meter, whole_bytes // 2))
+    failed = load().failed_count()
+    again, again_grads, passes = run(small, BATCH)
+    assert passes >= 2
+    assert load().failed_count() == failed
+    assert again == pytest.approx(loss, rel=1e-9)
+    assert distance(again_grads, grads) <= 1e-9
+
+
+def test_a_second_step_under_the_same_budget_needs_no_more(
+    new_rank: NewRank, meter: Meter, unsplit: Callable[[], tuple[TrainerRank, int]]
+) -> None:
+    """Optimizer state is charged from the first admission on, so what was admitted once is admitted again."""
+    _, whole_bytes = unsplit()
+    rank = new_rank(meter=offering(meter, whole_bytes // 2))
+    counts = []
+    for _ in range(3):
+        counts.append(run(rank, BATCH)[2])
+        rank.optim_step(lr=1e-3)
+    assert counts[0] >= counts[1] == counts[2]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_pass_takes_what_it_was_admitted_for(new_rank: NewRank, recompute: str) -> None:
+    """Predicted and observed peak agree to half a percent when the caller adds nothing of its own."""
+    rank = new_rank(model={"recompute": recompute, "layers": 4}, caller_bytes_per_token=0)
+    for micro_batch in rank.forward_micro_batches(BATCH):
+        negative_sum(micro_batch).backward()
+    assert micro_batch.observed is not None
+    assert micro_batch.stats.required_bytes == pytest.approx(micro_batch.observed.peak_bytes, rel=0.005)
+
+
+def test_what_shrinks_between_passes_is_planned_anew(new_rank: NewRank) -> None:
+    """The budget is read again before each pass: the rest is cut finer, every request still comes once."""
+    device = SimulatedMeter("1TiB")
+    probe = new_rank(meter=device, max_packed_tokens=190)
+    _, grads, before = run(probe, BATCH)
+    rank = new_rank(meter=device, max_packed_tokens=190)
+    parts = []
+    for micro_batch in rank.forward_micro_batches(BATCH):
+        negative_sum(micro_batch).backward()
+        parts.append(micro_batch.indices)
+        left = device.read().available_bytes
+        device.outside_bytes += max(0, left - int(0.7 * micro_batch.stats.required_bytes)) if len(parts) == 1 else 0
+    assert len(parts) > before >= 2
+    assert sorted(index for part in parts for index in part) == list(range(len(BATCH)))
+    assert distance(gradients(rank), grads) <= 1e-9
+
+
+def test_what_shrinks_to_nothing_is_refused_and_earlier_passes_keep_their_gradients(new_rank: NewRank) -> None:
+    """The error is a refusal that does not claim that nothing ran."""
+    device = SimulatedMeter("1TiB")
+    rank = new_rank(meter=device, max_packed_tokens=190)
+    batches = rank.forward_micro_batches(BATCH)
+    negative_sum(next(batches)).backward()
+    kept = gradients(rank)
+    device.outside_bytes += device.read().available_bytes - 1000
+    with pytest.raises(TrainerRankMemoryError, match="Earlier micro-batches keep their gradients") as caught:
+        next(batches)
+    assert caught.value.refused
+    assert "Nothing ran" not in str(caught.value)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(rank), kept, strict=True))
+
+
+@pytest.mark.parametrize("layout_first", [True, False])
+def test_a_graph_the_caller_keeps_is_charged_to_the_next_admission(
+    new_rank: NewRank, meter: Meter, layout_first: bool
+) -> None:
+    """Without backward the first pass's activations stay, and the second is offered that much less."""
+    records: list[AdmissionRecord] = []
+
+    def note(record: Record) -> None:
+        if isinstance(record, AdmissionRecord):
+            records.append(record)
+
+    rank = new_rank(meter=offering(meter, 64 * MIB), max_packed_tokens=190, on_decision=note)
+    first, second, *_ = _two(rank, backward=layout_first)
+    offered_less = first - second
+    if layout_first:
+        assert offered_less < 0.2 * records[0].retained_bytes
+    else:
+        assert offered_less >= records[0].retained_bytes
+
+
+def _two(rank: TrainerRank, *, backward: bool) -> tuple[int, int]:
+    """Return what the first two micro-batches were offered, with the first kept alive, after its backward or before."""
+    batches = rank.forward_micro_batches(BATCH)
+    first = next(batches)
+    if backward:
+        negative_sum(first).backward()
+    second = next(batches)
+    return first.stats.available_bytes, second.stats.available_bytes
+
+
+# -- failures ----------------------------------------------------------------------------------------------------
+
+
+class Squeeze:
+    """Offers everything; while ``spare_bytes`` is set the real allocator stops that far above what is live."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.spare_bytes: int | None = None
+        self.meter = BentMeter(meter, lambda reading: reading, cap_bytes=self.cap)
+
+    def cap(self) -> int | None:
+        """Return the cap on live bytes."""
+        return None if self.spare_bytes is None else load().live_bytes() + self.spare_bytes
+
+
+@pytest.fixture
+def squeeze(meter: Meter) -> Iterator[Squeeze]:
+    """A meter that admits what the allocator will not give; the cap is lifted afterwards."""
+    yield Squeeze(meter)
+    load().set_cap(None)
+
+
+@pytest.mark.parametrize("phase", ["forward", "head"])
+def test_out_of_memory_in_an_admitted_forward_is_named_and_survived(
+    new_rank: NewRank, squeeze: Squeeze, phase: str
+) -> None:
+    """The device's error is the cause, the phase and the admission are there, gradients and the next step are fine."""
+    model = {"vocabulary": 4000, "recompute": "full"} if phase == "head" else {}
+    rank = new_rank(meter=squeeze.meter, model=model)
+    loss, grads, _ = run(rank, BATCH)
+    live = load().live_bytes()
+    squeeze.spare_bytes = 2 * MIB
+    with pytest.raises(TrainerRankMemoryError, match=f"out of memory in {phase} of an admitted pass") as caught:
+        list(rank.forward_micro_batches(BATCH))
+    error = caught.value
+    assert (error.refused, error.phase, error.short_bytes) == (False, phase, 0)
+    assert isinstance(error.__cause__, torch.OutOfMemoryError)
+    assert error.admission is not None
+    assert error.admission.price.required_bytes > 2 * MIB
+    assert all(torch.equal(one, other) for one, other in zip(gradients(rank), grads, strict=True))
+    assert load().live_bytes() - live < 0.1 * error.admission.price.required_bytes
+    squeeze.spare_bytes = None
+    again, again_grads, _ = run(rank, BATCH)
+    assert again == loss
+    assert distance(again_grads, grads) == 0.0
+    rank.optim_step(lr=1e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_out_of_memory_in_an_admitted_backward_leaves_gradients_as_they_were(
+    new_rank: NewRank, squeeze: Squeeze, recompute: str
+) -> None:
+    """Bit for bit, also those of layers whose backward had finished; the graph is let go and the next step works."""
+    rank = new_rank(meter=squeeze.meter, model={"recompute": recompute})
+    loss, grads, _ = run(rank, BATCH)
+    (micro_batch,) = rank.forward_micro_batches(BATCH)
+    total = negative_sum(micro_batch)
+    live = load().live_bytes()
+    load().set_cap(live + MIB // 4)
+    with pytest.raises(TrainerRankMemoryError, match="out of memory in backward of an admitted pass") as caught:
+        total.backward()
+    error = caught.value
+    assert (error.refused, error.phase) == (False, "backward")
+    assert isinstance(error.__cause__, torch.OutOfMemoryError)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(rank), grads, strict=True))
+    assert load().live_bytes() < live
+    again, again_grads, _ = run(rank, BATCH)
+    assert again == loss
+    assert distance(again_grads, grads) == 0.0
+
+
+def test_out_of_memory_in_the_first_optimizer_step_is_named_and_the_step_can_be_taken_later(
+    new_rank: NewRank, squeeze: Squeeze
+) -> None:
+    """Moments that were half made are dropped; the gradient is still there and the same step is taken."""
+    rank, twin = new_rank(meter=squeeze.meter, model={"lora": False}), new_rank(model={"lora": False})
+    for one in (rank, twin):
+        run(one, completions([3, 4]))
+    load().set_cap(load().live_bytes() + rank.runtime.facts.adam_state_bytes // 2)
+    with pytest.raises(TrainerRankMemoryError, match="out of memory in optimizer") as caught:
+        rank.optim_step(lr=1e-2)
+    assert (caught.value.refused, caught.value.phase) == (False, "optimizer")
+    load().set_cap(None)
+    rank.optim_step(lr=1e-2)
+    twin.optim_step(lr=1e-2)
+    pairs = zip(rank.runtime.trainable_parameters(), twin.runtime.trainable_parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_another_error_of_the_caller_is_not_touched(rank: TrainerRank) -> None:
+    """Only out-of-memory is mapped."""
+    with pytest.raises(ZeroDivisionError):
+        for _ in rank.forward_micro_batches(completions([3])):
+            _ = 1 / 0
+
+
+# -- over time ---------------------------------------------------------------------------------------------------
+
+
+def test_live_bytes_stay_flat_over_many_micro_batches(new_rank: NewRank, meter: Meter) -> None:
+    """At every admission the last micro-batch is gone, and 150 of them leave as much behind as ten."""
+    alive: list[weakref.ref[object]] = []
+    live: list[int] = []
+
+    def look(reading: Reading) -> Reading:
+        assert all(one() is None for one in alive)
+        live.append(reading.allocated_bytes)
+        return reading
+
+    rank = new_rank(meter=BentMeter(meter, look))
+    for step in range(30):
+        batch = [one for part in range(5) for one in completions([2, 3], prompt=4, seed=1000 * step + 10 * part)]
+        for start in range(0, 10, 2):
+            for micro_batch in rank.forward_micro_batches(batch[start : start + 2]):
+                loss = negative_sum(micro_batch)
+                loss.backward()
+                alive.append(weakref.ref(micro_batch))
+                del micro_batch, loss
+        rank.optim_step(lr=1e-3)
+    assert len(alive) == 150
+    # Two readings per call (plan and pass), five calls per step; the first step makes gradients and optimizer state.
+    assert set(live[20:290:10]) == {live[20]}
+    assert len(set(live[22:])) <= 2
+
+
+def test_a_loop_variable_that_still_points_at_the_last_micro_batch_keeps_no_graph(
+    new_rank: NewRank, meter: Meter
+) -> None:
+    """The usual loop deletes nothing: outputs stay until the name is bound again, activations do not."""
+    live: list[int] = []
+
+    def look(reading: Reading) -> Reading:
+        live.append(reading.allocated_bytes)
+        return reading
+
+    rank = new_rank(meter=BentMeter(meter, look), max_packed_tokens=110)
+    for micro_batch in rank.forward_micro_batches(BATCH):
+        negative_sum(micro_batch).backward()
+    outputs = max(one.num_tokens for one in BATCH) * 8
+    assert len(live) == len(BATCH) + 1
+    assert max(live[2:]) - min(live[2:]) <= outputs
+
+
+# -- records -----------------------------------------------------------------------------------------------------
+
+
+def test_every_micro_batch_has_one_decision_and_one_observation(new_rank: NewRank, meter: Meter) -> None:
+    """Joined by number, in order; the terms are those the verdict was made of."""
+    records: list[Record] = []
+    rank = new_rank(on_decision=records.append, max_packed_tokens=190)
+    stats = []
+    for micro_batch in rank.forward_micro_batches(BATCH):
+        negative_sum(micro_batch).backward()
+        stats.append(micro_batch.stats)
+    decisions = [record for record in records if isinstance(record, AdmissionRecord)]
+    observations = [record for record in records if isinstance(record, ObservationRecord)]
+    assert len(stats) == len(decisions) == len(observations) >= 2
+    assert [one.decision for one in decisions] == [one.decision for one in observations] == [*range(1, len(stats) + 1)]
+    for one, decision, observation in zip(stats, decisions, observations, strict=True):
+        assert decision.verdict == "admitted"
+        assert decision.required_bytes == one.required_bytes == observation.predicted_bytes
+        assert sum(decision.terms.values()) == decision.charged_bytes
+        assert observation.observation["packed_rows"] == one.packed_rows == decision.passes[0]["packed_rows"]
+        assert 0 < observation.observation["peak_bytes"] <= observation.predicted_bytes
+    assert sorted(index for one in decisions for index in one.requests) == list(range(len(BATCH)))
+
+
+def test_a_loop_that_is_left_early_still_observes_what_ran(new_rank: NewRank) -> None:
+    """Breaking out is allowed: the pass that ran is recorded, the rest is not."""
+    records: list[Record] = []
+    rank = new_rank(on_decision=records.append, max_packed_tokens=190)
+    batches = rank.forward_micro_batches(BATCH)
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    assert [type(record) for record in records] == [AdmissionRecord, ObservationRecord]
+
+
+def test_readings_reach_the_statistics(new_rank: NewRank, meter: Meter) -> None:
+    """What a micro-batch says of its budget is what the meter said at its admission."""
+    rank = new_rank(meter=BentMeter(meter, lambda reading: replace(reading, available_bytes=77 * MIB)))
+    (micro_batch,) = rank.forward_micro_batches(completions([3]))
+    stats = micro_batch.stats
+    assert stats.available_bytes == 77 * MIB
+    assert stats.predicted_peak_bytes == stats.resident_bytes + stats.required_bytes
