@@ -11,7 +11,6 @@ import torch
 from trainer_rank.admission import Admission
 from trainer_rank.errors import TrainerRankMemoryError
 
-
 # How memory that no caching allocator hands out runs out: the plain CPU allocator, library handles, the driver.
 _OTHER_WORDS: Final = (
     "DefaultCPUAllocator: can't allocate memory",

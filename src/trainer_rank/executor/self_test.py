@@ -46,7 +46,7 @@ def self_test(runtime: Runtime, *, head_chunk_rows: int) -> None:
         raise SelfTestError(
             f"packed and alone disagree on this backend: log-probs by {worst:.2e} (limit {limit_logprob:.0e}), "
             f"gradients by {off:.2e} of {scale:.2e} (limit {limit_grad:.0e} of it). Nothing was trained. "
-            f"Another attention implementation may have replaced the tree's; load the model without setting attn_implementation"
+            "Another attention implementation may have replaced the tree's: load the model without setting one"
         )
 
 

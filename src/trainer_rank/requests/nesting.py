@@ -6,6 +6,7 @@ order; that number is a request's *flat index* everywhere in the library.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,19 +50,7 @@ def flatten(nest: Any) -> Flat:
     leaves: list[Request] = []
     groups: list[tuple[int, ...]] = []
 
-    def walk(node: Any, path: str, atomic: bool) -> None:
-        if isinstance(node, Request):
-            leaves.append(node)
-            if not atomic:
-                groups.append((len(leaves) - 1,))
-            return
-        begin = len(leaves)
-        for key, child in _children(node, path):
-            walk(child, f"{path}[{key!r}]", atomic or isinstance(node, AtomicGroup))
-        if isinstance(node, AtomicGroup) and not atomic and len(leaves) > begin:
-            groups.append(tuple(range(begin, len(leaves))))
-
-    walk(nest, "requests", False)
+    _collect(nest, "requests", False, leaves, groups)
     return Flat(nest=nest, leaves=tuple(leaves), groups=tuple(groups))
 
 
@@ -93,23 +82,44 @@ def _children(node: Any, path: str) -> list[tuple[Any, Any]]:
 _GONE = object()
 
 
+# The two walks are module functions, not closures: a function that refers to itself is a cycle, and would keep every
+# result, and the graph behind it, until the garbage collector next runs.
+def _collect(node: Any, path: str, atomic: bool, leaves: list[Request], groups: list[tuple[int, ...]]) -> None:
+    """Append the leaves of a node and the groups they form; inside an atomic group only the group itself is one."""
+    if isinstance(node, Request):
+        leaves.append(node)
+        if not atomic:
+            groups.append((len(leaves) - 1,))
+        return
+    begin, whole = len(leaves), isinstance(node, AtomicGroup)
+    for key, child in _children(node, path):
+        _collect(child, f"{path}[{key!r}]", atomic or whole, leaves, groups)
+    if whole and not atomic and len(leaves) > begin:
+        groups.append(tuple(range(begin, len(leaves))))
+
+
 def _rebuild(nest: Any, value: Callable[[int, Request], Any], *, keep: Callable[[int], bool]) -> Any:
-    counter = 0
-
-    def walk(node: Any, outermost: bool) -> Any:
-        nonlocal counter
-        if isinstance(node, Request):
-            index = counter
-            counter += 1
-            return value(index, node) if keep(index) else _GONE
-        pairs = [(key, walk(child, False)) for key, child in _children(node, "requests")]
-        kept = [(key, child) for key, child in pairs if child is not _GONE]
-        if pairs and not kept and not outermost:
-            return _GONE
-        return _like(node, kept, complete=len(kept) == len(pairs))
-
-    result = walk(nest, True)
+    result = _walk(nest, itertools.count(), value, keep, outermost=True)
     return [] if result is _GONE else result
+
+
+def _walk(
+    node: Any,
+    numbers: Iterator[int],
+    value: Callable[[int, Request], Any],
+    keep: Callable[[int], bool],
+    *,
+    outermost: bool,
+) -> Any:
+    """Return the node rebuilt, ``_GONE`` when nothing of it is kept; ``numbers`` counts the leaves."""
+    if isinstance(node, Request):
+        index = next(numbers)
+        return value(index, node) if keep(index) else _GONE
+    pairs = [(key, _walk(child, numbers, value, keep, outermost=False)) for key, child in _children(node, "requests")]
+    kept = [(key, child) for key, child in pairs if child is not _GONE]
+    if pairs and not kept and not outermost:
+        return _GONE
+    return _like(node, kept, complete=len(kept) == len(pairs))
 
 
 def _like(node: Any, kept: list[tuple[Any, Any]], *, complete: bool) -> Any:

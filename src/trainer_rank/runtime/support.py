@@ -60,7 +60,7 @@ def check_adapter(config: Any) -> None:
     if kind != "LORA":
         raise UnsupportedModelError(
             layer="adapter",
-            reason=f"an adapter of type {getattr(kind, 'value', kind)} has not been proved equal to one-by-one training",
+            reason=f"an adapter of type {getattr(kind, 'value', kind)} has not been proved equal to training alone",
             next_step="Use a LoraConfig",
         )
     if getattr(config, "alora_invocation_tokens", None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 import warnings
@@ -10,24 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from trainer_rank.admission import Admission, Budget
-from trainer_rank.errors import TrainerRankMemoryError
+from trainer_rank.admission import Admission
 from trainer_rank.executor.dry_run import DryRunPricer
 from trainer_rank.executor.oom import map_out_of_memory
 from trainer_rank.executor.run import PassResult, run_forward
 from trainer_rank.executor.self_test import self_test
-from trainer_rank.memory import Observation, Price, Term
+from trainer_rank.memory import Observation
 from trainer_rank.meters import Meter, Reading, open_meter
-from trainer_rank.planner import PassWork, split_greedily
+from trainer_rank.planner import PassWork
 from trainer_rank.prefix import Layout
 from trainer_rank.report import Record, admission_record, observation_record
 from trainer_rank.requests import Flat, Normaliser, cut, flatten, normaliser
 from trainer_rank.runtime import Runtime
 from trainer_rank.session.candidates import Candidate, Candidates
+from trainer_rank.session.gate import Gate, budget_of, no_price
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.units import check_requests, plan_order
-from trainer_rank.units import format_bytes
 
 HEAD_CHUNK_ROWS: Final = 512
 """Rows that meet the vocabulary projection at a time: enough to keep the matrix product busy, and with a vocabulary of
@@ -87,10 +85,18 @@ class TrainerRank:
         self._pricer = DryRunPricer(
             runtime, head_chunk_rows=head_chunk_rows, caller_bytes_per_token=caller_bytes_per_token
         )
+        self._gate = Gate(
+            runtime,
+            self.meter,
+            self._optimizer,
+            max_packed_tokens=max_packed_tokens,
+            head_chunk_rows=head_chunk_rows,
+            record=self._record,
+        )
         self._decisions = 0
         self.last_observation: Observation | None = None
         try:
-            self._check_budget()
+            self._gate.check_budget()
             if verify_backend:
                 self_test(runtime, head_chunk_rows=head_chunk_rows)
         except BaseException:
@@ -150,7 +156,7 @@ class TrainerRank:
                 lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
             )
         except Exception as error:
-            admission = Admission(price=_no_price(), budget=_budget(begin), pending=self._pending(split=True))
+            admission = Admission(price=no_price(), budget=budget_of(begin), pending=self._gate.pending(split=True))
             mapped = map_out_of_memory(error, admission=admission, phase="optimizer")
             if mapped is error:
                 raise
@@ -172,119 +178,20 @@ class TrainerRank:
             for units in plan_order(flat)
         ]
         split = len(groups) > 1
-        budget = self._read_budget()
-        plans = [self._plan(flat, group, 0, budget, split=split) for group in groups]
+        budget = self._gate.read_budget()
+        plans = [self._gate.plan(flat, group, 0, budget, split=split) for group in groups]
         split = split or sum(len(plan) for plan in plans) > 1
         for group, plan in zip(groups, plans, strict=True):
             remaining = list(plan)
             while remaining:
                 start, stop = remaining.pop(0)
-                candidate, verdict = self._readmit(group, start, stop, split=split)
+                candidate, verdict = self._gate.readmit(group, start, stop, split=split)
                 if not verdict.admitted:
                     # The caller kept memory, or another process took some: what is left is planned anew.
                     split = True
-                    remaining = self._plan(flat, group, start, verdict.budget, split=True, begun=True)
+                    remaining = self._gate.plan(flat, group, start, verdict.budget, split=True, begun=True)
                     continue
                 yield from self._run(flat, rule, candidate, verdict)
-
-    def _plan(
-        self, flat: Flat, group: Candidates, start: int, budget: Budget, *, split: bool, begun: bool = False
-    ) -> list[tuple[int, int]]:
-        """Return ranges covering the units from ``start`` on, each admitted; raise for a unit that cannot fit alone."""
-        count = group.num_units
-
-        def fits(begin: int, end: int) -> bool:
-            whole = not split and start + begin == 0 and start + end == count
-            if not group.within_cap(start + begin, start + end):
-                return False
-            _, verdict = group.admission(start + begin, start + end, budget, self._pending(split=not whole))
-            return verdict.admitted
-
-        ranges = split_greedily(count - start, fits)
-        if isinstance(ranges, int):
-            raise self._refusal(flat, group, start + ranges, budget, begun=begun)
-        return [(start + begin, start + end) for begin, end in ranges]
-
-    def _refusal(
-        self, flat: Flat, group: Candidates, unit: int, budget: Budget, *, begun: bool
-    ) -> TrainerRankMemoryError:
-        """Record the refusal of a unit that cannot fit alone and return its error."""
-        candidate, verdict = group.admission(unit, unit + 1, budget, self._pending(split=True))
-        self._record(candidate, verdict)
-        indices = candidate.indices
-        blamed = max(indices, key=lambda index: flat.leaves[index].num_tokens)
-        length = flat.leaves[blamed].num_tokens
-        who = f"request {blamed} of {length} tokens"
-        if len(indices) > 1:
-            who += f" and the {len(indices) - 1} requests of its atomic group"
-        outcome = "Earlier micro-batches keep their gradients" if begun else "Nothing ran"
-        if not group.within_cap(unit, unit + 1):
-            rows = max(work.batch.packed_rows for work in candidate.works)
-            return TrainerRankMemoryError(
-                f"{who} cannot run alone: it takes {rows} packed rows and max_packed_tokens is "
-                f"{self._max_packed_tokens}. {outcome}. Raise max_packed_tokens or drop the request",
-                admission=verdict, refused=True, phase="planning", term="max_packed_tokens",
-                request_index=blamed, request_length=length,
-            )  # fmt: skip
-        return TrainerRankMemoryError(
-            f"{who} cannot fit alone: it {verdict.explain()}; {format_bytes(verdict.short_bytes)} short. "
-            f"{outcome}. {self._advice(verdict)}",
-            admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,
-            short_bytes=verdict.short_bytes, request_index=blamed, request_length=length,
-        )  # fmt: skip
-
-    def _advice(self, verdict: Admission) -> str:
-        """Return the next step that costs least."""
-        if self.runtime.recompute == "none":
-            return "Set recompute='full', or raise memory_budget"
-        if verdict.price.phase == "head" and self._head_chunk_rows > 64:
-            return f"Lower head_chunk_rows from {self._head_chunk_rows}, or raise memory_budget"
-        return f"Raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
-
-    # -- memory --------------------------------------------------------------------------------------------------
-
-    def _check_budget(self) -> None:
-        budget = self._read_budget()
-        if budget.available_bytes > 0:
-            return
-        weights = self.runtime.facts.weight_bytes
-        needed = budget.resident_bytes - budget.available_bytes
-        raise TrainerRankMemoryError(
-            f"memory_budget must exceed what is resident before any pass, got {format_bytes(budget.budget_bytes)} with "
-            f"{format_bytes(budget.resident_bytes)} resident ({format_bytes(weights)} of it weights); a budget is all "
-            f"bytes on the device, weights included. Set it above {format_bytes(max(needed, budget.resident_bytes))}",
-            admission=Admission(price=_no_price(), budget=budget), refused=True, phase="loading", term="weights",
-            short_bytes=-budget.available_bytes,
-        )  # fmt: skip
-
-    def _read_budget(self) -> Budget:
-        return _budget(self.meter.prepare())
-
-    def _pending(self, *, split: bool) -> tuple[Term, ...]:
-        """Return what is not allocated yet but will stand beside later passes."""
-        parameters = self.runtime.trainable_parameters()
-        facts, terms = self.runtime.facts, []
-        if not parameters:
-            return ()
-        if not self._optimizer.exists:
-            terms.append(Term(name="optimizer state to come", num_bytes=facts.adam_state_bytes))
-        if split and any(parameter.grad is None for parameter in parameters):
-            terms.append(Term(name="gradients to come", num_bytes=facts.trainable_bytes))
-        return tuple(terms)
-
-    def _readmit(self, group: Candidates, start: int, stop: int, *, split: bool) -> tuple[Candidate, Admission]:
-        """Return the verdict on a planned range against memory as it is now."""
-        pending = self._pending(split=split)
-        candidate, verdict = group.admission(start, stop, _budget(self.meter.read()), pending)
-        for collect in (False, True):
-            if collect:
-                gc.collect()
-            # The meter gives cached blocks back only when this pass needs them.
-            budget = _budget(self.meter.prepare(verdict.charged_bytes))
-            candidate, verdict = group.admission(start, stop, budget, pending)
-            if verdict.admitted:
-                break
-        return candidate, verdict
 
     # -- execution -----------------------------------------------------------------------------------------------
 
@@ -376,18 +283,6 @@ class TrainerRank:
     def _emit(self, record: Record) -> None:
         if self._on_decision is not None:
             self._on_decision(record)
-
-
-def _no_price() -> Price:
-    return Price(required_bytes=0, retained_bytes=0, terms=(Term(name="nothing", num_bytes=0),), phase="none")
-
-
-def _budget(reading: Reading) -> Budget:
-    return Budget(
-        budget_bytes=reading.budget_bytes,
-        resident_bytes=reading.resident_bytes,
-        available_bytes=reading.available_bytes,
-    )
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -1,0 +1,160 @@
+"""Plans a batch and admits each pass against memory as it is, or refuses in words."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+from trainer_rank.admission import Admission, Budget
+from trainer_rank.errors import TrainerRankMemoryError
+from trainer_rank.memory import Price, Term
+from trainer_rank.meters import Meter, Reading
+from trainer_rank.planner import split_greedily
+from trainer_rank.requests import Flat
+from trainer_rank.runtime import Runtime
+from trainer_rank.session.candidates import Candidate, Candidates
+from trainer_rank.session.optimizer import Optimizer
+from trainer_rank.units import format_bytes
+
+
+class Gate:
+    """Between a plan and the device: reads the budget, charges what is pending, admits or refuses.
+
+    Args:
+        runtime: The model.
+        meter: Measures the device.
+        optimizer: Its state is charged until it exists.
+        max_packed_tokens: Hard cap on packed rows of a pass, for the words of a refusal.
+        head_chunk_rows: Likewise.
+        record: Hands out the record of a verdict.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        meter: Meter,
+        optimizer: Optimizer,
+        *,
+        max_packed_tokens: int | None,
+        head_chunk_rows: int,
+        record: Callable[[Candidate, Admission], int],
+    ) -> None:
+        self._runtime = runtime
+        self._meter = meter
+        self._optimizer = optimizer
+        self._max_packed_tokens = max_packed_tokens
+        self._head_chunk_rows = head_chunk_rows
+        self._record = record
+
+    def plan(
+        self, flat: Flat, group: Candidates, start: int, budget: Budget, *, split: bool, begun: bool = False
+    ) -> list[tuple[int, int]]:
+        """Return ranges covering the units from ``start`` on, each admitted; raise for a unit that cannot fit alone."""
+        count = group.num_units
+
+        def fits(begin: int, end: int) -> bool:
+            whole = not split and start + begin == 0 and start + end == count
+            if not group.within_cap(start + begin, start + end):
+                return False
+            _, verdict = group.admission(start + begin, start + end, budget, self.pending(split=not whole))
+            return verdict.admitted
+
+        ranges = split_greedily(count - start, fits)
+        if isinstance(ranges, int):
+            raise self._refusal(flat, group, start + ranges, budget, begun=begun)
+        return [(start + begin, start + end) for begin, end in ranges]
+
+    def _refusal(
+        self, flat: Flat, group: Candidates, unit: int, budget: Budget, *, begun: bool
+    ) -> TrainerRankMemoryError:
+        """Record the refusal of a unit that cannot fit alone and return its error."""
+        candidate, verdict = group.admission(unit, unit + 1, budget, self.pending(split=True))
+        self._record(candidate, verdict)
+        indices = candidate.indices
+        blamed = max(indices, key=lambda index: flat.leaves[index].num_tokens)
+        length = flat.leaves[blamed].num_tokens
+        who = f"request {blamed} of {length} tokens"
+        if len(indices) > 1:
+            who += f" and the {len(indices) - 1} requests of its atomic group"
+        outcome = "Earlier micro-batches keep their gradients" if begun else "Nothing ran"
+        if not group.within_cap(unit, unit + 1):
+            rows = max(work.batch.packed_rows for work in candidate.works)
+            return TrainerRankMemoryError(
+                f"{who} cannot run alone: it takes {rows} packed rows and max_packed_tokens is "
+                f"{self._max_packed_tokens}. {outcome}. Raise max_packed_tokens or drop the request",
+                admission=verdict, refused=True, phase="planning", term="max_packed_tokens",
+                request_index=blamed, request_length=length,
+            )  # fmt: skip
+        return TrainerRankMemoryError(
+            f"{who} cannot fit alone: it {verdict.explain()}; {format_bytes(verdict.short_bytes)} short. "
+            f"{outcome}. {self._advice(verdict)}",
+            admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,
+            short_bytes=verdict.short_bytes, request_index=blamed, request_length=length,
+        )  # fmt: skip
+
+    def _advice(self, verdict: Admission) -> str:
+        """Return the next step that costs least."""
+        if self._runtime.recompute == "none":
+            return "Set recompute='full', or raise memory_budget"
+        if verdict.price.phase == "head" and self._head_chunk_rows > 64:
+            return f"Lower head_chunk_rows from {self._head_chunk_rows}, or raise memory_budget"
+        return f"Raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
+
+    def check_budget(self) -> None:
+        reading = self._meter.prepare()
+        if reading.available_bytes > 0:
+            return
+        budget = budget_of(reading)
+        weights = self._runtime.facts.weight_bytes
+        needed = reading.resident_bytes + reading.reserve_bytes
+        raise TrainerRankMemoryError(
+            f"memory_budget must exceed what is resident before any pass, got {format_bytes(budget.budget_bytes)} with "
+            f"{format_bytes(budget.resident_bytes)} resident ({format_bytes(weights)} of it weights) and a reserve of "
+            f"{format_bytes(reading.reserve_bytes)}; a budget is all bytes on the device, weights included. Set it "
+            f"above {format_bytes(needed)}",
+            admission=Admission(price=no_price(), budget=budget), refused=True, phase="loading", term="weights",
+            short_bytes=max(0, needed - budget.budget_bytes),
+        )  # fmt: skip
+
+    def read_budget(self) -> Budget:
+        return budget_of(self._meter.prepare())
+
+    def pending(self, *, split: bool) -> tuple[Term, ...]:
+        """Return what is not allocated yet but will stand beside later passes."""
+        parameters = self._runtime.trainable_parameters()
+        facts, terms = self._runtime.facts, []
+        if not parameters:
+            return ()
+        if not self._optimizer.exists:
+            terms.append(Term(name="optimizer state to come", num_bytes=facts.adam_state_bytes))
+        if split and any(parameter.grad is None for parameter in parameters):
+            terms.append(Term(name="gradients to come", num_bytes=facts.trainable_bytes))
+        return tuple(terms)
+
+    def readmit(self, group: Candidates, start: int, stop: int, *, split: bool) -> tuple[Candidate, Admission]:
+        """Return the verdict on a planned range against memory as it is now."""
+        pending = self.pending(split=split)
+        candidate, verdict = group.admission(start, stop, budget_of(self._meter.read()), pending)
+        for collect in (False, True):
+            if collect:
+                gc.collect()
+            # The meter gives cached blocks back only when this pass needs them.
+            budget = budget_of(self._meter.prepare(verdict.charged_bytes))
+            candidate, verdict = group.admission(start, stop, budget, pending)
+            if verdict.admitted:
+                break
+        return candidate, verdict
+
+
+def budget_of(reading: Reading) -> Budget:
+    """Return what an admission needs of a reading."""
+    return Budget(
+        budget_bytes=reading.budget_bytes,
+        resident_bytes=reading.resident_bytes,
+        available_bytes=reading.available_bytes,
+    )
+
+
+def no_price() -> Price:
+    """Return the price of running nothing."""
+    return Price(required_bytes=0, retained_bytes=0, terms=(Term(name="nothing", num_bytes=0),), phase="none")
