@@ -41,7 +41,7 @@ def tiny_runtime(
     *,
     lora: bool = True,
     dtype: torch.dtype = torch.float64,
-    layers: int = 2,
+    layers: int = 1,
     hidden: int = 32,
     vocabulary: int = VOCABULARY,
     recompute: Recompute = "none",

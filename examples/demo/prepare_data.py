@@ -35,7 +35,7 @@ NUM_TRAIN: Final = 15
 NUM_EVAL: Final = 3
 MIN_TURNS: Final = 4
 MIN_ROWS: Final = 800
-MAX_ROWS: Final = 1300
+MAX_ROWS: Final = 1250
 
 INSTRUCTION: Final = (
     "You call tools. Answer every turn with only the calls it needs, in order, as a list: "

@@ -58,7 +58,13 @@ def test_the_predicted_peak_is_everything_resident_plus_the_price() -> None:
 def test_the_sum_is_explained_term_by_term() -> None:
     """Every term that costs something, the total, the phase, what is available and how that arose."""
     text = verdict(5 * MIB, 4 * MIB, MIB, 0).explain()
-    for part in ("needs 6.0 MiB", "at work in head 5.0 MiB", "pending 0 1.0 MiB", "4.0 MiB available", "100.0 MiB budget"):
+    for part in (
+        "needs 6.0 MiB",
+        "at work in head 5.0 MiB",
+        "pending 0 1.0 MiB",
+        "4.0 MiB available",
+        "100.0 MiB budget",
+    ):
         assert part in text
     assert "60.0 MiB resident" in text
     assert "pending 1" not in text

@@ -14,11 +14,11 @@ from trainer_rank.meters.base import Meter, Reading
 from trainer_rank.meters.counting_lib import load
 from trainer_rank.meters.cpu_budget import CpuBudget
 from trainer_rank.meters.host_memory import HostMemory, reset_peak_or_warn, trim_heap, tune_malloc
-from trainer_rank.units import MIB, parse_bytes
+from trainer_rank.units import parse_bytes
 
-# Large enough for the blocks one recomputed layer frees and asks for again (docs/meters.md), small beside the budget.
-CACHE_LIMIT_BYTES: Final = 256 * MIB
-CACHE_LIMIT_FRACTION: Final = 1 / 16
+# A pass without recompute frees and asks again for most of the budget; a fresh page costs more than the arithmetic on
+# it (docs/meters.md). Cached blocks count against the cap and are given back first, so the budget holds all the same.
+CACHE_LIMIT_FRACTION: Final = 1 / 2
 
 # An unasked release must free at least this part of what is available: the cache is worth its page faults.
 RELEASE_GAIN: Final = 1 / 16
@@ -58,7 +58,7 @@ class CpuMeter(Meter):
                 all that the kernel can give it now.
             reserve_bytes: Part of it kept for what grows outside the allocator. None: 64 MiB or 2 % of a stated budget,
                 512 MiB or 5 % of an unstated one, whichever is more.
-            cache_limit_bytes: Most bytes kept for reuse after they are freed. None: 256 MiB or a sixteenth of the
+            cache_limit_bytes: Most bytes kept for reuse after they are freed. None: half of the
                 budget, whichever is less.
             host: Where the system's numbers come from.
 
@@ -69,7 +69,7 @@ class CpuMeter(Meter):
         self._host = host if host is not None else HostMemory()
         self._budget = CpuBudget.resolve(memory_budget, reserve_bytes, self._host)
         if cache_limit_bytes is None:
-            cache_limit_bytes = min(CACHE_LIMIT_BYTES, int(self._budget.budget_bytes * CACHE_LIMIT_FRACTION))
+            cache_limit_bytes = int(self._budget.budget_bytes * CACHE_LIMIT_FRACTION)
         self._cache_limit_bytes = parse_bytes(cache_limit_bytes, field="cache_limit_bytes")
         self._closed = False
         self._peak_resets = True

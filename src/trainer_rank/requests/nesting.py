@@ -49,7 +49,6 @@ def flatten(nest: Any) -> Flat:
         nest = list(nest)
     leaves: list[Request] = []
     groups: list[tuple[int, ...]] = []
-
     _collect(nest, "requests", False, leaves, groups)
     return Flat(nest=nest, leaves=tuple(leaves), groups=tuple(groups))
 

@@ -147,10 +147,11 @@ class Gate:
 
 
 def budget_of(reading: Reading) -> Budget:
-    """Return what an admission needs of a reading."""
+    """Return what an admission needs of a reading. Blocks cached for reuse are not held against a pass."""
+    cached = reading.reserved_bytes - reading.allocated_bytes
     return Budget(
         budget_bytes=reading.budget_bytes,
-        resident_bytes=reading.resident_bytes,
+        resident_bytes=max(0, reading.resident_bytes - cached),
         available_bytes=reading.available_bytes,
     )
 

@@ -161,10 +161,10 @@ class _Run:
         return record
 
     def _compare(self, steps: Sequence[Sequence[Rollout]]) -> ComparisonRecord:
-        """Compare on the first group of the run: the rank is warm, and what it learns from it is discarded."""
-        first = group_rollouts(steps[0])[0]
-        self._progress.comparing(requests=len(first))
-        requests = [_request(rollout) for rollout in first]
+        """Compare on the smallest group that shares anything; the rank is warm, and the gradients are discarded."""
+        groups = [[_request(rollout) for rollout in group] for step in steps for group in group_rollouts(step)]
+        requests = min(groups, key=lambda group: (len(group) == 1, _packed_rows(group)))
+        self._progress.comparing(requests=len(requests))
         record = compare(self._rank, requests, self._loss, normalisation=self._config.loss.normalisation)
         self._progress.compared(record)
         return record

@@ -41,7 +41,13 @@ def admission(available_bytes: int = 100) -> AdmissionRecord:
 
 
 OBSERVATION = Observation(
-    packed_rows=6, logical_tokens=8, head_rows=4, num_segments=4, num_requests=3, peak_bytes=25, peak_resident_bytes=None
+    packed_rows=6,
+    logical_tokens=8,
+    head_rows=4,
+    num_segments=4,
+    num_requests=3,
+    peak_bytes=25,
+    peak_resident_bytes=None,
 )
 
 

@@ -158,7 +158,7 @@ def test_the_cap_on_packed_rows_holds_and_no_token_is_lost(new_rank: NewRank, se
     random = np.random.default_rng(seed)
     lengths = np.clip(random.lognormal(2.0, 1.0, 24), 1, 50).astype(int).tolist()
     batch = [*completions(lengths[:12], prompt=10, seed=seed), *completions(lengths[12:], prompt=10, seed=seed + 99)]
-    rank = new_rank(max_packed_tokens=64, meter=SimulatedMeter("1TiB"), model={"layers": 1})
+    rank = new_rank(max_packed_tokens=64, meter=SimulatedMeter("1TiB"))
     rows, trained, scored = [], 0, 0
     for micro_batch in rank.forward_micro_batches(batch):
         rows.append(micro_batch.stats.packed_rows)
@@ -173,7 +173,7 @@ def test_a_lone_request_above_the_cap_is_refused_by_name(new_rank: NewRank) -> N
     """Never truncated: index, rows and cap are in the message, and nothing ran."""
     rank = new_rank(max_packed_tokens=20)
     batch = [*completions([2, 3]), completion(tokens(1, 9), tokens(2, 30))]
-    with pytest.raises(TrainerRankMemoryError, match="request 2 of 39 tokens .* 39 packed rows .* 20") as caught:
+    with pytest.raises(TrainerRankMemoryError, match=r"request 2 of 39 tokens .* 39 packed rows .* 20") as caught:
         next(rank.forward_micro_batches(batch))
     error = caught.value
     assert (error.refused, error.request_index, error.request_length) == (True, 2, 39)

@@ -32,7 +32,7 @@ def collect(rank: TrainerRank, nest: Any) -> tuple[dict[int, Any], list[tuple[in
     parts = []
     for micro_batch in rank.forward_micro_batches(nest):
         assert not found.keys() & set(micro_batch.indices)
-        assert [request for request in flatten(micro_batch.inputs).leaves] == list(micro_batch.requests)
+        assert list(flatten(micro_batch.inputs).leaves) == list(micro_batch.requests)
         found.update(zip(micro_batch.indices, micro_batch.results, strict=True))
         parts.append(micro_batch.indices)
     return found, parts

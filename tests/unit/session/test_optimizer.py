@@ -21,7 +21,7 @@ COMING = "optimizer state to come"
 def test_its_state_is_charged_before_it_exists_and_not_after(new_rank: NewRank, meter: Meter, lora: bool) -> None:
     """The term is there in the first step's admissions, equals what the step then allocates, and is gone later."""
     records: list[Record] = []
-    rank = new_rank(on_decision=records.append, model={"lora": lora, "layers": 1})
+    rank = new_rank(on_decision=records.append, model={"lora": lora})
     terms = []
     live = [0, 0]
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_gradients_to_come_are_charged_when_there_is_more_than_one_pass(new_rank
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 def test_three_steps_are_torch_s_own(new_rank: NewRank, max_grad_norm: float | None) -> None:
     """Same gradients, same clipping, same schedule: the same weights as a plain AdamW over copies of them."""
-    rank = new_rank(model={"layers": 1})
+    rank = new_rank()
     parameters = rank.runtime.trainable_parameters()
     copies = [parameter.detach().clone().requires_grad_() for parameter in parameters]
     plain = torch.optim.AdamW(copies, lr=1.0, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, foreach=False)
@@ -70,12 +70,11 @@ def test_three_steps_are_torch_s_own(new_rank: NewRank, max_grad_norm: float | N
         norm = torch.nn.utils.clip_grad_norm_(copies, max_grad_norm if max_grad_norm is not None else float("inf"))
         plain.param_groups[0]["lr"] = lr
         plain.step()
-        outcome = rank.optim_step(
-            lr=lr, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, max_grad_norm=max_grad_norm
-        )
+        outcome = rank.optim_step(lr=lr, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1, max_grad_norm=max_grad_norm)
         assert (outcome.lr, outcome.skipped) == (lr, False)
         assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-12)
-        assert all(torch.allclose(one, copy, rtol=1e-12, atol=1e-14) for one, copy in zip(parameters, copies, strict=True))
+        pairs = zip(parameters, copies, strict=True)
+        assert all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in pairs)
     assert all(parameter.grad is None for parameter in parameters)
 
 
