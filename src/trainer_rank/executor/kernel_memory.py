@@ -1,8 +1,9 @@
 """Memory that operators allocate inside and a dry run on ``meta`` cannot see, by the device they will run on.
 
 Attention declares its own scratch (``runtime.attention.kernels``). What is left on the CPU, measured against the
-profiler's allocator events with torch 2.13: an arithmetic operator on operands of different floating dtypes first
-copies the narrower one in full. CUDA converts inside the kernel.
+profiler's allocator events with torch 2.13: an arithmetic operator on operands of different floating dtypes computes in
+the wider one. It first copies the narrower operand in full, and an in-place operator whose own tensor is the narrower
+one also computes its result beside it. CUDA converts inside the kernel.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-_CASTING: Final = frozenset(
-    f"aten::{name}{suffix}" for name in ("add", "sub", "mul", "div") for suffix in ("", "_", ".out")
-)
+_CASTING: Final = frozenset(f"aten::{name}{suffix}" for name in ("add", "sub", "mul", "div") for suffix in ("", "_"))
 
 
 def hidden_bytes(func: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> int:
@@ -33,4 +32,7 @@ def hidden_bytes(func: Callable[..., Any], args: tuple[Any, ...], device: torch.
     if len(operands) < 2 or operands[0].dtype == operands[1].dtype:
         return 0
     common = torch.promote_types(operands[0].dtype, operands[1].dtype)
-    return sum(operand.numel() * common.itemsize for operand in operands if operand.dtype != common)
+    copied = sum(operand.numel() for operand in operands if operand.dtype != common)
+    if schema.name.endswith("_") and operands[0].dtype != common:
+        copied += operands[0].numel()
+    return copied * common.itemsize

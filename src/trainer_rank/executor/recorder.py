@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class AllocationRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten.add.Tensor and not kwargs and _accumulates_in_place(*args):
+            return args[0].add_(args[1])
         result = func(*args, **(kwargs or {}))
         fresh = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.device == self._device]
         if fresh:
@@ -67,3 +69,27 @@ class AllocationRecorder(TorchDispatchMode):
 
         self._live[key] = weakref.ref(storage, gone)
         self._steps.append(Event(nbytes))
+
+
+# References to a tensor and to its storage that are there when a dispatch mode looks at one that nobody else holds.
+_UNSHARED_TENSOR: Final = 4
+_UNSHARED_STORAGE: Final = 2
+
+
+def _accumulates_in_place(one: Any, other: Any) -> bool:
+    """Return whether autograd, summing two gradients of one tensor, would add the second to the first without a mode.
+
+    It does so when it holds the only reference to the first, but never under a dispatch mode, where the sum is a third
+    tensor. With tied embeddings that would be a third gradient of vocabulary size.
+    """
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch.is_grad_enabled()
+        and isinstance(one, Tensor)
+        and isinstance(other, Tensor)
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.is_contiguous()
+        and one._use_count() <= _UNSHARED_TENSOR  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(one.untyped_storage()._cdata) <= _UNSHARED_STORAGE
+    )

@@ -58,8 +58,7 @@ class CpuMeter(Meter):
                 all that the kernel can give it now.
             reserve_bytes: Part of it kept for what grows outside the allocator. None: 64 MiB or 2 % of a stated budget,
                 512 MiB or 5 % of an unstated one, whichever is more.
-            cache_limit_bytes: Most bytes kept for reuse after they are freed. None: half of the
-                budget, whichever is less.
+            cache_limit_bytes: Most bytes kept for reuse after they are freed. None: half the budget.
             host: Where the system's numbers come from.
 
         Raises:

@@ -67,6 +67,15 @@ class Candidates:
         """Return the flat indices of a range, in reading order."""
         return tuple(sorted(index for unit in self._units[start:stop] for index in unit.indices))
 
+    @property
+    def shared_rows(self) -> tuple[int, ...]:
+        """What each unit shares with the one before it, in rows."""
+        return tuple(unit.shared_rows for unit in self._units)
+
+    def packed_rows(self, start: int, stop: int) -> int:
+        """Return the packed rows of a range under its first layout; prices nothing."""
+        return sum(work.batch.packed_rows for work in self._passes(start, stop, 0))
+
     def within_cap(self, start: int, stop: int) -> bool:
         """Return whether the range keeps to the cap on packed rows under some layout; prices nothing."""
         return any(self._is_within_cap(start, stop, number) for number in range(len(self._layouts)))

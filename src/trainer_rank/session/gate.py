@@ -45,6 +45,8 @@ class Gate:
         self._max_packed_tokens = max_packed_tokens
         self._head_chunk_rows = head_chunk_rows
         self._record = record
+        # Bytes per packed row of the pass priced last: only a guess of where to ask first.
+        self._bytes_per_row: float | None = None
 
     def plan(
         self, flat: Flat, group: Candidates, start: int, budget: Budget, *, split: bool, begun: bool = False
@@ -56,13 +58,34 @@ class Gate:
             whole = not split and start + begin == 0 and start + end == count
             if not group.within_cap(start + begin, start + end):
                 return False
-            _, verdict = group.admission(start + begin, start + end, budget, self.pending(split=not whole))
+            candidate, verdict = group.admission(start + begin, start + end, budget, self.pending(split=not whole))
+            rows = sum(work.batch.packed_rows for work in candidate.works)
+            if rows:
+                self._bytes_per_row = verdict.price.required_bytes / rows
             return verdict.admitted
 
-        ranges = split_greedily(count - start, fits)
+        def guess(begin: int) -> int:
+            return self._probable_stop(group, start + begin, budget) - start
+
+        ranges = split_greedily(count - start, fits, shared=group.shared_rows[start:], guess=guess)
         if isinstance(ranges, int):
             raise self._refusal(flat, group, start + ranges, budget, begun=begun)
         return [(start + begin, start + end) for begin, end in ranges]
+
+    def _probable_stop(self, group: Candidates, start: int, budget: Budget) -> int:
+        """Return how far a range from ``start`` probably fits, from the rate of the pass priced last."""
+        low, high = start + 1, group.num_units
+        rate = self._bytes_per_row
+        if rate is None:
+            return high
+        room = budget.available_bytes - sum(term.num_bytes for term in self.pending(split=True))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if group.packed_rows(start, middle) * rate <= room:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _refusal(
         self, flat: Flat, group: Candidates, unit: int, budget: Budget, *, begun: bool

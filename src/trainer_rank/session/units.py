@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from trainer_rank.errors import RequestError
 from trainer_rank.memory import ModelFacts
-from trainer_rank.prefix import build_tree
+from trainer_rank.prefix import IntArray, build_tree
 from trainer_rank.requests import Flat, Request
 
 PassKey = tuple[str, bool]
@@ -16,9 +16,16 @@ PassKey = tuple[str, bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Flat indices that stay in one micro-batch."""
+    """Flat indices that stay in one micro-batch.
+
+    Attributes:
+        indices: The flat indices.
+        shared_rows: Tokens its first request has in common with the first request of the unit before it: what a cut
+            between the two computes twice.
+    """
 
     indices: tuple[int, ...]
+    shared_rows: int = 0
 
 
 def check_requests(requests: Sequence[Request], facts: ModelFacts) -> None:
@@ -68,12 +75,25 @@ def plan_order(flat: Flat) -> list[list[Unit]]:
     for indices in flat.groups:
         keys = frozenset(pass_key(leaves[index]) for index in indices if leaves[index].active)
         groups.setdefault(keys, []).append(Unit(indices=indices))
+
+    def first_rank(unit: Unit) -> int:
+        return min(rank.get(index, -1) for index in unit.indices)
+
     idle = groups.pop(frozenset(), [])
-    ordered = [
-        sorted(units, key=lambda unit: min(rank.get(index, -1) for index in unit.indices)) for units in groups.values()
-    ]
+    ordered = [_with_shared_rows(sorted(units, key=first_rank), first_rank, tree.lcp) for units in groups.values()]
     if not ordered:
         return [idle] if idle else []
     # Inactive requests ride with the first micro-batch: they cost nothing and must be handed out once.
     ordered[0] = [*idle, *ordered[0]]
     return ordered
+
+
+def _with_shared_rows(units: list[Unit], first_rank: Callable[[Unit], int], lcp: IntArray) -> list[Unit]:
+    """Return the units with what each shares with the one before: the least common prefix on the way between them."""
+    marked, before = [], -1
+    for unit in units:
+        here = first_rank(unit)
+        shared = int(lcp[before + 1 : here + 1].min()) if 0 <= before < here else 0
+        marked.append(replace(unit, shared_rows=shared))
+        before = here
+    return marked

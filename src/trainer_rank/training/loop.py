@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from trainer_rank.training.losses import Loss, loss_for, sampled
 from trainer_rank.training.one_by_one import compare
 from trainer_rank.training.progress import Progress
 from trainer_rank.training.records import ComparisonRecord, EvaluationRecord, RunSummary, StepRecord
+from trainer_rank.training.resident import ResidentPeak
 from trainer_rank.training.rollouts import Limits, Rollout, read_rollouts
 from trainer_rank.training.run_folder import RunFolder
 from trainer_rank.training.schedule import group_rollouts, plan_steps
@@ -62,6 +61,7 @@ class _Run:
         self._folder = folder
         self._progress = progress
         self._loss: Loss = loss_for(config.loss)
+        self._resident = ResidentPeak()
 
     def whole(self, steps: Sequence[Sequence[Rollout]], evaluation: Sequence[Rollout] | None) -> Path:
         """Run all steps and evaluations, save, and return the folder."""
@@ -91,7 +91,7 @@ class _Run:
             trained_tokens=sum(record.trained_tokens for record in records),
             first_evaluation_loss=evaluations[0].loss if evaluations else None,
             last_evaluation_loss=evaluations[-1].loss if evaluations else None,
-            peak_resident_bytes=_peak_resident_bytes(),
+            peak_resident_bytes=self._resident.sample(),
             budget_bytes=self._rank.budget_bytes,
             comparison=comparison,
         )
@@ -103,13 +103,15 @@ class _Run:
         config, begin = self._config, time.perf_counter()
         loss_value, passes = 0.0, _Passes()
         for micro_batch in self._rank.forward_micro_batches(batch, normalisation=config.loss.normalisation):
-            passes.observe(self._rank.last_observation)
+            self._observe(passes)
             loss = self._loss(micro_batch)
             loss.backward()
             loss_value += float(loss.detach())
             passes.add(micro_batch.stats)
             self._progress.advanced(step=number, packed_rows=micro_batch.stats.packed_rows)
-        passes.observe(self._rank.last_observation)
+            # What is still referred to here would be charged to the next pass.
+            del loss, micro_batch
+        self._observe(passes)
         if not math.isfinite(loss_value):
             raise TrainingError(self._stopped(number, f"the loss is {loss_value}"))
         lr = config.optimizer.lr_at(number - 1)
@@ -121,6 +123,7 @@ class _Run:
         )
         if outcome.skipped:
             raise TrainingError(self._stopped(number, f"the norm of the gradient is {outcome.grad_norm}"))
+        self._resident.sample()
         seconds = time.perf_counter() - begin
         record = StepRecord(
             step=number,
@@ -148,7 +151,9 @@ class _Run:
         requests = [_request(rollout, no_grad=True) for rollout in rollouts]
         total, trained = 0.0, sum(request.num_trained for request in requests)
         for micro_batch in self._rank.forward_micro_batches(requests):
+            self._resident.note(self._rank.last_observation)
             total -= sum(float(result.logprobs.sum()) for result in micro_batch.results if result.logprobs is not None)
+        self._resident.sample()
         record = EvaluationRecord(
             step=step,
             requests=len(requests),
@@ -168,6 +173,10 @@ class _Run:
         record = compare(self._rank, requests, self._loss, normalisation=self._config.loss.normalisation)
         self._progress.compared(record)
         return record
+
+    def _observe(self, passes: _Passes) -> None:
+        passes.observe(self._rank.last_observation)
+        self._resident.note(self._rank.last_observation)
 
     def _stopped(self, number: int, reason: str) -> str:
         return (
@@ -244,8 +253,3 @@ def _request(rollout: Rollout, *, no_grad: bool = False) -> Request:
 
 def _packed_rows(requests: Sequence[Request]) -> int:
     return build_tree([request.tokens for request in requests]).packed_rows_of_range(0, len(requests))
-
-
-def _peak_resident_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

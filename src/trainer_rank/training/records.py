@@ -54,7 +54,7 @@ class ComparisonRecord:
     """The same requests trained packed and one by one, on the spot.
 
     Attributes:
-        packed_seconds, one_by_one_seconds: Forward, loss and backward of all requests.
+        packed_seconds, one_by_one_seconds: Planning, forward, loss and backward of all requests; packed is a mean of two.
         speed_up: one_by_one_seconds / packed_seconds.
         logprob_difference: Largest absolute difference of a log-probability.
         gradient_difference: Norm of the difference over the norm, of the worst trained parameter.

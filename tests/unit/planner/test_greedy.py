@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,3 +95,50 @@ def test_equal_units_take_few_questions() -> None:
     assert isinstance(ranges, list)
     assert len(ranges) == 64
     assert len(asked) < 10 * len(ranges)
+
+
+@given(costs, st.integers(0, 30), st.randoms(use_true_random=False))
+def test_a_guess_changes_no_guarantee(costs: list[int], budget: int, random: Random) -> None:
+    """Whatever is guessed, ranges tile the units and fit, and a unit is reported only when it cannot fit alone."""
+
+    def fits(start: int, stop: int) -> bool:
+        return sum(costs[start:stop]) <= budget
+
+    found = split_greedily(len(costs), fits, guess=lambda start: random.randint(-2, len(costs) + 3))
+    if isinstance(found, int):
+        assert costs[found] > budget
+    else:
+        assert [unit for start, stop in found for unit in range(start, stop)] == list(range(len(costs)))
+        assert all(fits(*one) for one in found)
+
+
+@given(costs, st.integers(0, 30))
+def test_an_exact_guess_finds_the_fewest_passes(costs: list[int], budget: int) -> None:
+    """With a guess that is right, as few passes as without one."""
+
+    def fits(start: int, stop: int) -> bool:
+        return sum(costs[start:stop]) <= budget
+
+    def guess(start: int) -> int:
+        return max((stop for stop in range(start, len(costs) + 1) if fits(start, stop)), default=start)
+
+    assert split_greedily(len(costs), fits, guess=guess) == split_greedily(len(costs), fits)
+
+
+def test_a_cut_moves_back_to_where_little_is_shared() -> None:
+    """Two conversations of four turns in a range of six turns: the cut falls between them."""
+    shared = [0, 90, 120, 150, 10, 90, 120, 150]
+
+    found = split_greedily(8, lambda start, stop: stop - start <= 6, shared=shared)
+
+    assert found == [(0, 4), (4, 8)]
+
+
+def test_a_cut_never_gives_up_more_than_half_a_range() -> None:
+    """The least shared place is near the start of the range; the cut stays in its far half."""
+    shared = [0, 1, 50, 40, 60, 60, 60, 60, 60]
+
+    found = split_greedily(9, lambda start, stop: stop - start <= 4, shared=shared)
+
+    assert isinstance(found, list)
+    assert found[0] == (0, 3)
