@@ -44,8 +44,8 @@ class Case:
 def cases() -> Iterator[Case]:
     """Yield each way to train twice, over changing shapes, depths, dtypes and thread counts."""
     dtypes = itertools.cycle(["float32", "float32", "bfloat16", "float32", "float64"])
-    shapes = itertools.cycle(["flat", "random", "chain", "ragged", "apart", "wide", "single"])
-    depths = itertools.cycle([5, 2, 7, 3])
+    shapes = itertools.cycle(["flat", "random", "labels", "chain", "tiny", "ragged", "apart", "wide", "single"])
+    depths = itertools.cycle([5, 2, 7, 3, 4])
     threads = itertools.cycle([1, 1, 2])
     ways = list(itertools.product(FAMILIES, ("adapter", "all"), ("full", "none")))
     for seed, way in enumerate(ways * 4):
@@ -91,6 +91,13 @@ def requests(shape: str, seed: int, vocabulary: int) -> list[Request]:
 
     if shape == "single":
         return [Request.next_token(run(int(random.integers(300, 900))))]
+    if shape == "tiny":
+        return [Request.next_token(run(length)) for length in (7, 3)]
+    if shape == "labels":
+        tokens = run(300)
+        return [
+            Request(tokens=tokens[:length], labels=random.integers(0, vocabulary, (length, 5))) for length in (120, 300)
+        ]
     if shape == "apart":
         return [Request.next_token(run(int(random.integers(40, 300)))) for _ in range(4)]
     prompt = run(int(random.integers(150, 500)))

@@ -47,8 +47,8 @@ def all_splits(members: Members) -> Iterator[list[Members]]:
 
 
 def random_split(batch: Sequence[Request], draw: np.random.Generator) -> list[Pass]:
-    """Return a random split into at most four passes with a random layout each."""
-    owner = draw.integers(0, draw.integers(1, 5), len(batch))
+    """Return a random split into at most three passes with a random layout each."""
+    owner = draw.integers(0, draw.integers(1, 4), len(batch))
     passes = []
     for number in np.unique(owner):
         members = tuple(np.flatnonzero(owner == number).tolist())

@@ -34,8 +34,11 @@ SPLIT: Final = "BFCL_v4_multi_turn_base.json"
 NUM_TRAIN: Final = 15
 NUM_EVAL: Final = 3
 MIN_TURNS: Final = 4
-MIN_ROWS: Final = 800
-MAX_ROWS: Final = 1250
+MIN_ROWS: Final = 500
+MAX_ROWS: Final = 900
+
+# What a caller of a tool needs; the schema of its answer is left out.
+TOOL_KEYS: Final = ("name", "description", "parameters")
 
 INSTRUCTION: Final = (
     "You call tools. Answer every turn with only the calls it needs, in order, as a list: "
@@ -83,7 +86,7 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
         trajectories.append(
             Trajectory(
                 name=task["id"],
-                tools=tuple(documents[name] for name in called),
+                tools=tuple({key: documents[name][key] for key in TOOL_KEYS} for name in called),
                 turns=tuple(
                     ("\n".join(message["content"] for message in turn), tuple(answer))
                     for turn, answer in zip(task["question"], calls, strict=True)

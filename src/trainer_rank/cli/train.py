@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -29,5 +30,7 @@ def train(
     from trainer_rank.training.loop import train as run
 
     disable_progress_bar()
+    # PEFT asks Transformers for a property under its former name; a user can do nothing about it.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     with JsonLines() if json else Table() as display:
         run(loaded, progress=display)

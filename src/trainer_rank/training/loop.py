@@ -47,21 +47,24 @@ def train(config: TrainConfig, *, progress: Progress) -> Path:
     torch.manual_seed(config.seed)
     folder = RunFolder.create(config, threads=torch.get_num_threads())
     progress.loading(requests=sum(len(group) for group in groups), model=config.model.path)
-    rank = _load(config, folder)
-    run = _Run(config, rank, folder, progress)
+    resident = ResidentPeak()
+    rank = _load(config, folder, resident)
+    run = _Run(config, rank, folder, progress, resident)
     return run.whole(plan_steps(groups, config), evaluation)
 
 
 class _Run:
     """One run on a loaded rank."""
 
-    def __init__(self, config: TrainConfig, rank: TrainerRank, folder: RunFolder, progress: Progress) -> None:
+    def __init__(
+        self, config: TrainConfig, rank: TrainerRank, folder: RunFolder, progress: Progress, resident: ResidentPeak
+    ) -> None:
         self._config = config
         self._rank = rank
         self._folder = folder
         self._progress = progress
         self._loss: Loss = loss_for(config.loss)
-        self._resident = ResidentPeak()
+        self._resident = resident
 
     def whole(self, steps: Sequence[Sequence[Rollout]], evaluation: Sequence[Rollout] | None) -> Path:
         """Run all steps and evaluations, save, and return the folder."""
@@ -230,7 +233,7 @@ def _limits(config: TrainConfig) -> Limits:
     )
 
 
-def _load(config: TrainConfig, folder: RunFolder) -> TrainerRank:
+def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> TrainerRank:
     lora = config.model.lora
     runtime = TransformersRuntime.from_pretrained(
         config.model.path,
@@ -240,6 +243,8 @@ def _load(config: TrainConfig, folder: RunFolder) -> TrainerRank:
         recompute=config.model.recompute,
         dtype=config.model.dtype,
     )
+    # The rank's meter starts the system's peak again; loading the model is the piece before.
+    resident.sample()
     return TrainerRank(
         runtime, memory_budget=config.memory_budget, on_decision=lambda record: folder.decision(record.as_line())
     )

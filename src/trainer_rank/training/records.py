@@ -54,7 +54,8 @@ class ComparisonRecord:
     """The same requests trained packed and one by one, on the spot.
 
     Attributes:
-        packed_seconds, one_by_one_seconds: Planning, forward, loss and backward of all requests; packed is a mean of two.
+        packed_seconds, one_by_one_seconds: Planning, forward, loss and backward of all requests; the former is
+            the mean of two runs.
         speed_up: one_by_one_seconds / packed_seconds.
         logprob_difference: Largest absolute difference of a log-probability.
         gradient_difference: Norm of the difference over the norm, of the worst trained parameter.

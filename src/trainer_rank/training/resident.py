@@ -13,11 +13,10 @@ from trainer_rank.memory import Observation
 
 
 class ResidentPeak:
-    """Largest resident set seen so far; the first piece, loading the model, is taken at construction."""
+    """Largest resident set of this process that was noted or sampled so far."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
-        self.sample()
 
     def sample(self) -> int:
         """Take the system's peak since its last reset into account, and return the whole run's so far, in bytes."""

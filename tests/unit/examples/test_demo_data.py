@@ -104,7 +104,7 @@ def test_the_written_data_have_the_documented_shape(tmp_path: Path) -> None:
         groups[name] = {rollout.group for rollout in rollouts}
         assert len(groups[name]) == expected
         longest = {rollout.group: len(rollout.tokens) for rollout in rollouts}
-        assert all(800 <= rows <= 1300 for rows in longest.values())
+        assert all(demo.MIN_ROWS <= rows <= demo.MAX_ROWS for rows in longest.values())
         assert sum(len(rollout.tokens) for rollout in rollouts) / sum(longest.values()) >= 3.5
         assert all(rollout.trained.any() for rollout in rollouts)
     assert not groups["train"] & groups["eval"]

@@ -17,7 +17,7 @@ def stack(num_layers: int, *, kept: int, work: int, grad: int, head: int) -> Tim
     steps += [Mark("head"), Event(head), Event(-head), Mark("backward")]
     for layer in reversed(range(num_layers)):
         steps += [Mark("backward", layer), Event(2 * work), Event(grad), Event(-2 * work), Event(-kept)]
-    return fold(Trace(steps=tuple([*steps, Mark("end")]), num_layers=num_layers))
+    return fold(Trace(steps=(*steps, Mark("end")), num_layers=num_layers))
 
 
 sizes = st.integers(0, 1000)
