@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.builders import (
-    BentMeter,
     CountingRuntime,
     completion,
     completions,
@@ -25,10 +21,10 @@ from tests.builders import (
 )
 from tests.unit.session.conftest import NewRank
 from trainer_rank.errors import TrainerRankMemoryError
-from trainer_rank.meters import Meter, Reading, open_meter
+from trainer_rank.meters import Meter, open_meter
 from trainer_rank.meters.counting_lib import load
 from trainer_rank.meters.simulated import SimulatedMeter
-from trainer_rank.report import AdmissionRecord, ObservationRecord, Record
+from trainer_rank.report import AdmissionRecord, Record
 from trainer_rank.session import TrainerRank
 from trainer_rank.units import MIB
 
@@ -216,209 +212,3 @@ def _offered(rank: TrainerRank, *, backward: bool) -> tuple[int, int]:
         negative_sum(first).backward()
     second = next(batches)
     return first.stats.available_bytes, second.stats.available_bytes
-
-
-# -- failures ----------------------------------------------------------------------------------------------------
-
-
-class Squeeze:
-    """Offers everything; while ``spare_bytes`` is set the real allocator stops that far above what is live."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.spare_bytes: int | None = None
-        self.meter = BentMeter(meter, lambda reading: reading, cap_bytes=self.cap)
-
-    def cap(self) -> int | None:
-        """Return the cap on live bytes."""
-        return None if self.spare_bytes is None else load().live_bytes() + self.spare_bytes
-
-
-@pytest.fixture
-def squeeze(meter: Meter) -> Iterator[Squeeze]:
-    """A meter that admits what the allocator will not give; the cap is lifted afterwards."""
-    yield Squeeze(meter)
-    load().set_cap(None)
-
-
-@pytest.mark.parametrize("phase", ["forward", "head"])
-def test_out_of_memory_in_an_admitted_forward_is_named_and_survived(
-    new_rank: NewRank, squeeze: Squeeze, phase: str
-) -> None:
-    """The device's error is the cause, the phase and the admission are there, gradients and the next step are fine."""
-    model = {"vocabulary": 4000, "recompute": "full"} if phase == "head" else {}
-    rank = new_rank(meter=squeeze.meter, model=model)
-    loss, grads, _ = run(rank, BATCH)
-    live = load().live_bytes()
-    squeeze.spare_bytes = MIB
-    with pytest.raises(TrainerRankMemoryError, match=f"out of memory in {phase} of an admitted pass") as caught:
-        list(rank.forward_micro_batches(BATCH))
-    error = caught.value
-    assert (error.refused, error.phase, error.short_bytes) == (False, phase, 0)
-    assert isinstance(error.__cause__, torch.OutOfMemoryError)
-    assert error.admission is not None
-    assert error.admission.price.required_bytes > MIB
-    assert all(torch.equal(one, other) for one, other in zip(gradients(rank), grads, strict=True))
-    assert load().live_bytes() - live < 0.1 * error.admission.price.required_bytes
-    squeeze.spare_bytes = None
-    again, again_grads, _ = run(rank, BATCH)
-    assert again == loss
-    assert distance(again_grads, grads) == 0.0
-    rank.optim_step(lr=1e-3)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_out_of_memory_in_an_admitted_backward_leaves_gradients_as_they_were(
-    new_rank: NewRank, squeeze: Squeeze, recompute: str
-) -> None:
-    """Bit for bit, also those of layers whose backward had finished; the graph is let go and the next step works."""
-    rank = new_rank(meter=squeeze.meter, model={"recompute": recompute, "layers": 3})
-    loss, grads, _ = run(rank, BATCH)
-    (micro_batch,) = rank.forward_micro_batches(BATCH)
-    total = negative_sum(micro_batch)
-    live = load().live_bytes()
-    load().set_cap(live + MIB // 4)
-    with pytest.raises(TrainerRankMemoryError, match="out of memory in backward of an admitted pass") as caught:
-        total.backward()
-    error = caught.value
-    assert (error.refused, error.phase) == (False, "backward")
-    assert isinstance(error.__cause__, torch.OutOfMemoryError)
-    assert all(torch.equal(one, other) for one, other in zip(gradients(rank), grads, strict=True))
-    assert load().live_bytes() < live
-    again, again_grads, _ = run(rank, BATCH)
-    assert again == loss
-    assert distance(again_grads, grads) == 0.0
-
-
-def test_out_of_memory_in_the_first_optimizer_step_is_named_and_the_step_can_be_taken_later(
-    new_rank: NewRank, squeeze: Squeeze
-) -> None:
-    """Moments that were half made are dropped; the gradient is still there and the same step is taken."""
-    rank, twin = new_rank(meter=squeeze.meter, model={"lora": False}), new_rank(model={"lora": False})
-    for one in (rank, twin):
-        run(one, completions([3, 4]))
-    load().set_cap(load().live_bytes() + rank.runtime.facts.adam_state_bytes // 2)
-    with pytest.raises(TrainerRankMemoryError, match="out of memory in optimizer") as caught:
-        rank.optim_step(lr=1e-2)
-    assert (caught.value.refused, caught.value.phase) == (False, "optimizer")
-    load().set_cap(None)
-    rank.optim_step(lr=1e-2)
-    twin.optim_step(lr=1e-2)
-    pairs = zip(rank.runtime.trainable_parameters(), twin.runtime.trainable_parameters(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_another_error_is_not_touched(rank: TrainerRank) -> None:
-    """Only out-of-memory is mapped."""
-    (micro_batch,) = rank.forward_micro_batches(completions([3]))
-    loss = negative_sum(micro_batch)
-    loss.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loss.backward()
-
-
-# -- over time ---------------------------------------------------------------------------------------------------
-
-
-def test_live_bytes_stay_flat_over_many_micro_batches(new_rank: NewRank, meter: Meter) -> None:
-    """At every admission the last micro-batch is gone, and 150 of them leave as much behind as ten."""
-    alive: list[weakref.ref[object]] = []
-    live: list[int] = []
-
-    def look(reading: Reading) -> Reading:
-        assert all(one() is None for one in alive)
-        live.append(reading.allocated_bytes)
-        return reading
-
-    rank = new_rank(meter=BentMeter(meter, look))
-    for step in range(30):
-        batch = [one for part in range(5) for one in completions([2, 3], prompt=4, seed=1000 * step + 10 * part)]
-        for start in range(0, 10, 2):
-            for micro_batch in rank.forward_micro_batches(batch[start : start + 2]):
-                loss = negative_sum(micro_batch)
-                loss.backward()
-                alive.append(weakref.ref(micro_batch))
-                del micro_batch, loss
-        rank.optim_step(lr=1e-3)
-    assert len(alive) == 150
-    # Two readings per call (plan and pass), five calls per step; the first step makes gradients and optimizer state.
-    assert set(live[20:290:10]) == {live[20]}
-    assert len(set(live[22:])) <= 2
-
-
-def test_a_loop_variable_that_still_points_at_the_last_micro_batch_keeps_no_graph(
-    new_rank: NewRank, meter: Meter
-) -> None:
-    """The usual loop deletes nothing: outputs stay until the name is bound again, activations do not."""
-    live: list[int] = []
-
-    def look(reading: Reading) -> Reading:
-        live.append(reading.allocated_bytes)
-        return reading
-
-    rank = new_rank(meter=BentMeter(meter, look), max_packed_tokens=110)
-    for micro_batch in rank.forward_micro_batches(BATCH):
-        negative_sum(micro_batch).backward()
-    outputs = max(one.num_tokens for one in BATCH) * 8
-    # Read when the rank was made, for the plan and before the first pass; then once per pass, gradients included.
-    assert len(live) >= 8
-    assert max(live[3:]) - min(live[3:]) <= outputs
-
-
-# -- records -----------------------------------------------------------------------------------------------------
-
-
-def test_every_micro_batch_has_one_decision_and_one_observation(new_rank: NewRank, meter: Meter) -> None:
-    """Joined by number, in order; the terms are those the verdict was made of."""
-    records: list[Record] = []
-    rank = new_rank(on_decision=records.append, max_packed_tokens=190)
-    stats = []
-    for micro_batch in rank.forward_micro_batches(BATCH):
-        negative_sum(micro_batch).backward()
-        stats.append(micro_batch.stats)
-    decisions = [record for record in records if isinstance(record, AdmissionRecord)]
-    observations = [record for record in records if isinstance(record, ObservationRecord)]
-    assert len(stats) == len(decisions) == len(observations) >= 2
-    assert [one.decision for one in decisions] == [one.decision for one in observations] == [*range(1, len(stats) + 1)]
-    for one, decision, observation in zip(stats, decisions, observations, strict=True):
-        assert decision.verdict == "admitted"
-        assert decision.required_bytes == one.required_bytes == observation.predicted_bytes
-        assert sum(decision.terms.values()) == decision.charged_bytes
-        assert observation.observation["packed_rows"] == one.packed_rows == decision.passes[0]["packed_rows"]
-        assert 0 < observation.observation["peak_bytes"] <= observation.predicted_bytes
-    assert sorted(index for one in decisions for index in one.requests) == list(range(len(BATCH)))
-
-
-def test_a_graph_that_is_dropped_is_freed_at_once(new_rank: NewRank, meter: Meter) -> None:
-    """Also without a backward, and without waiting for the garbage collector."""
-    rank = new_rank()
-    (micro_batch,) = rank.forward_micro_batches(BATCH)
-    del micro_batch
-    gc.collect()
-    gc.disable()
-    try:
-        live = meter.read().allocated_bytes
-        (micro_batch,) = rank.forward_micro_batches(BATCH)
-        assert meter.read().allocated_bytes > live
-        del micro_batch
-        assert meter.read().allocated_bytes == live
-    finally:
-        gc.enable()
-
-
-def test_a_loop_that_is_left_early_still_observes_what_ran(new_rank: NewRank) -> None:
-    """Breaking out is allowed: the pass that ran is recorded, the rest is not."""
-    records: list[Record] = []
-    rank = new_rank(on_decision=records.append, max_packed_tokens=190)
-    batches = rank.forward_micro_batches(BATCH)
-    next(batches)
-    batches.close()  # type: ignore[attr-defined]
-    assert [type(record) for record in records] == [AdmissionRecord, ObservationRecord]
-
-
-def test_readings_reach_the_statistics(new_rank: NewRank, meter: Meter) -> None:
-    """What a micro-batch says of its budget is what the meter said at its admission."""
-    rank = new_rank(meter=BentMeter(meter, lambda reading: replace(reading, available_bytes=77 * MIB)))
-    (micro_batch,) = rank.forward_micro_batches(completions([3]))
-    stats = micro_batch.stats
-    assert stats.available_bytes == 77 * MIB
-    assert stats.predicted_peak_bytes == stats.resident_bytes + stats.required_bytes

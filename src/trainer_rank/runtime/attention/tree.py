@@ -128,6 +128,12 @@ def _single_run(bound: BoundAttention) -> bool:
     return not bound.plan.blocks and len(buckets) == 1 and buckets[0].count == 1 and buckets[0].start is not None
 
 
+def _single_root(bound: BoundAttention) -> bool:
+    """Whether one call has all rows as its queries: that of a root which everything descends from."""
+    blocks = bound.plan.blocks
+    return bound.kernel.top_left and bool(blocks) and blocks[0].start == 0 and blocks[0].reach == bound.plan.num_rows
+
+
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: BoundAttention, scale: float) -> Tensor:
@@ -152,9 +158,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bound: BoundAttention, scale: floa
     if _single_run(bound):
         part, part_lse = _call_forward(kernel, q, k, v, causal=True, scale=scale)
         return part.contiguous(), part_lse.contiguous()
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.empty(q.shape[:2], dtype=accumulate, device=q.device)
+    if _single_root(bound):
+        # The root's part covers all rows: it is the buffer that the others merge into.
+        keys = slice(0, blocks[0].stop)
+        part, part_lse = _call_forward(kernel, q, k[keys], v[keys], causal=True, scale=scale)
+        out, lse = part.contiguous(), part_lse.contiguous()
+        blocks = blocks[1:]
+        del part, part_lse
+    else:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
+        lse = torch.empty(q.shape[:2], dtype=accumulate, device=q.device)
     for block in blocks:
         keys = slice(block.start, block.stop)
         for begin, end, causal in _calls(block, kernel):
@@ -218,7 +232,15 @@ def _backward(
     blocks, kernel = bound.plan.blocks, bound.kernel
     if _single_run(bound):
         return _call_backward(kernel, (grad, q, k, v, out, lse), causal=True, scale=scale)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    if _single_root(bound):
+        keys = slice(0, blocks[0].stop)
+        dq, dk_part, dv_part = _call_backward(kernel, (grad, q, k[keys], v[keys], out, lse), causal=True, scale=scale)
+        dq, dk[keys], dv[keys] = dq.contiguous(), dk_part, dv_part
+        blocks = blocks[1:]
+        del dk_part, dv_part
+    else:
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     for block in blocks:
         keys = slice(block.start, block.stop)
         for number, (begin, end, causal) in enumerate(_calls(block, kernel)):
