@@ -5,8 +5,8 @@ the widest range that fits, the cut therefore moves back, by at most half the ra
 shared: between two conversations rather than inside one.
 
 Only ``fits`` admits. A guess of how far a range may reach saves questions (each can cost a dry run). Every range that
-is used was asked for, so a wrong guess or a ``fits`` that is not monotone makes passes narrower, but never one that does
-not fit.
+is used was asked for, so a wrong guess or a ``fits`` that is not monotone makes passes narrower, but never one that
+does not fit.
 """
 
 from __future__ import annotations
