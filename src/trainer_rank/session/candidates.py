@@ -21,7 +21,7 @@ class Candidate:
 
     Attributes:
         indices: Flat indices of its leaves, inactive ones included, in reading order.
-        works: One pass per grad mode and adapter; empty when every leaf is inactive.
+        works: One pass per grad mode; empty when every leaf is inactive.
         price: Price of the passes together.
     """
 
@@ -102,7 +102,7 @@ class Candidates:
         return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(start, stop, number))
 
     def _passes(self, start: int, stop: int, number: int) -> tuple[PassWork, ...]:
-        """Return one pass per grad mode and adapter."""
+        """Return one pass per grad mode."""
         key = (start, stop, number)
         if key not in self._works:
             by_key: dict[PassKey, list[int]] = {}

@@ -37,7 +37,7 @@ class MicroBatchStats:
         requests: Requests in it.
         packed_rows, logical_tokens: Rows computed, and tokens of the requests they stand for.
         trained_tokens: Scored labels.
-        passes: Forward passes it took (one per grad mode and adapter).
+        passes: Forward passes it took (one per grad mode).
         required_bytes: Predicted peak of new device memory.
         predicted_peak_bytes: The same, with everything resident at admission.
         available_bytes, budget_bytes, resident_bytes: The budget reading it was admitted against.

@@ -10,8 +10,12 @@ from trainer_rank.memory import ModelFacts
 from trainer_rank.prefix import IntArray, build_tree
 from trainer_rank.requests import Flat, Request
 
-PassKey = tuple[str, bool]
-"""Adapter (empty: the runtime's own) and grad mode; only requests that agree in both may share a pass."""
+PassKey = bool
+"""Grad mode; only requests that agree in it may share a pass.
+
+The adapter does not part requests: the one name that ``check_requests`` lets through is that of the runtime's own. A
+micro-batch therefore has at most one pass with gradients, which is what the price of several passes assumes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,7 @@ def check_requests(requests: Sequence[Request], facts: ModelFacts) -> None:
 
 def pass_key(request: Request) -> PassKey:
     """Return what a request must agree in with others to share a pass."""
-    return request.adapter or "", request.no_grad
+    return request.no_grad
 
 
 def plan_order(flat: Flat) -> list[list[Unit]]:

@@ -238,3 +238,11 @@ def test_an_ungraded_request_has_no_graph_and_the_same_numbers(rank: TrainerRank
             found[index] = result.logprobs
     assert [found[index].requires_grad for index in range(4)] == [True, True, False, False]
     assert all(torch.allclose(found[index].detach(), found[index + 2], rtol=0, atol=1e-9) for index in (0, 1))
+
+
+def test_the_runtime_s_own_adapter_may_be_named(rank: TrainerRank) -> None:
+    """By name or without one it is the same adapter: such requests share rows and a pass."""
+    one, other = completions([3, 4], prompt=20)
+    named = Request(tokens=other.tokens, labels=other.labels, adapter=rank.runtime.facts.adapter)
+    (micro_batch,) = rank.forward_micro_batches([AtomicGroup([one, named])])
+    assert (micro_batch.stats.passes, micro_batch.stats.packed_rows) == (1, 27)
