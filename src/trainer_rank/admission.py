@@ -48,8 +48,11 @@ class Admission:
 
     @property
     def short_bytes(self) -> int:
-        """Bytes missing; 0 when admitted."""
-        return max(0, self.charged_bytes - self.budget.available_bytes)
+        """Bytes missing; 0 when admitted. What is resident beyond the budget is missing too."""
+        if self.admitted:
+            return 0
+        over_bytes = max(0, self.budget.resident_bytes - self.budget.budget_bytes)
+        return self.charged_bytes - self.budget.available_bytes + over_bytes
 
     @property
     def predicted_peak_bytes(self) -> int:
