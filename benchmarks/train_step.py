@@ -96,6 +96,27 @@ class OneByOne:
         clear(self.model.parameters())
 
 
+class PaddedBatch:
+    """The library's model on all requests as one batch, padded on the right, head on the scored rows."""
+
+    def __init__(self, requests: Sequence[Request], *, num_layers: int) -> None:
+        self.model = model(num_layers).train()
+        longest = max(request.num_tokens for request in requests)
+        self.tokens = torch.zeros(len(requests), longest, dtype=torch.int64)
+        self.labels = torch.full((len(requests), longest), IGNORED)
+        for row, one in enumerate(requests):
+            self.tokens[row, : one.num_tokens] = torch.from_numpy(one.tokens.copy())
+            self.labels[row, : one.num_tokens] = torch.from_numpy(one.labels.copy())
+
+    def step(self) -> None:
+        """Forward, loss, backward. Padding is on the right, where a causal model's scored rows cannot see it."""
+        hidden = self.model.model(input_ids=self.tokens, use_cache=False).last_hidden_state
+        scored = self.labels != IGNORED
+        logits = self.model.lm_head(hidden[scored])
+        torch.nn.functional.cross_entropy(logits, self.labels[scored], reduction="sum").backward()
+        clear(self.model.parameters())
+
+
 def clear(parameters: Sequence[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
@@ -201,6 +222,13 @@ def main() -> None:
     open_meter("cpu", "16GiB")
     figures: dict[str, float] = {}
     figures["flat_speedup"] = speedup("flat", flat(1024, [128 // SCALE] * 8))
+    group = flat(1024, [128 // SCALE] * 8)
+    figures["flat_vs_padded"] = compare(
+        "flat, padded",
+        Trees(group, num_layers=4, recompute="none", layout=None).step,
+        PaddedBatch(group, num_layers=4).step,
+        "rival: one padded batch",
+    )
     figures["tree_speedup"] = speedup("binary tree", binary([512, 256, 256, 384], trained=128))
 
     branchy = Trees(flat(2048, [16] * (64 // SCALE)), num_layers=2, recompute="none", layout=None)
