@@ -117,11 +117,12 @@ class Gate:
 
     def _advice(self, verdict: Admission) -> str:
         """Return the next step that costs least."""
+        raise_it = f"raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
         if self._runtime.recompute == "none":
-            return "Set recompute='full', or raise memory_budget"
+            return f"Set recompute='full', or {raise_it}"
         if verdict.price.phase == "head" and self._head_chunk_rows > 64:
-            return f"Lower head_chunk_rows from {self._head_chunk_rows}, or raise memory_budget"
-        return f"Raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
+            return f"Lower head_chunk_rows from {self._head_chunk_rows}, or {raise_it}"
+        return raise_it[0].upper() + raise_it[1:]
 
     def check_budget(self) -> None:
         reading = self._meter.prepare()
