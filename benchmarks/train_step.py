@@ -8,9 +8,11 @@ vocabulary projected on the scored rows only. Both sides allocate through the me
 it, page faults take a quarter of our step and a tenth of the rival's). Work is forward, loss and backward; times are
 process CPU seconds, interleaved run by run. The ideal is the ratio of logical to packed rows.
 
-Other packages were not timed here. On a machine of this class, with the layout of each run through the library's
-attention where the original needs CUDA: prompt 1,024 + 8 x 128, best 3.6x (PrefixGrouper), 3.0x (TRL's tree rows);
-depth-3 tree, best 1.58x (TRL's tree rows); prompt 2,048 + 64 x 16, 243 MiB (masks) to 740 MiB (keys copied per path).
+Rivals in the same run: one padded batch, a dense mask, and keys and values copied per path, which is the layout of
+TRL's tree rows and, on two levels, of PrefixGrouper, through the library's fused attention because their own kernels
+need CUDA. The packages themselves are not installed. Their layouts timed elsewhere on a machine of this class: prompt
+1,024 + 8 x 128, best 3.6x (PrefixGrouper), 3.0x (TRL's tree rows); depth-3 tree, best 1.58x (TRL's tree rows); prompt
+2,048 + 64 x 16, 243 MiB (masks) to 740 MiB (keys copied per path).
 """
 
 from __future__ import annotations
@@ -197,6 +199,9 @@ def saved_mib(trees: Trees) -> float:
     return total
 
 
+Attention = Callable[[Tensor, Tensor, Tensor, object, float], Tensor]
+
+
 def masked(trees: Trees) -> Callable[[], None]:
     """Return the same step with a dense mask in place of the tree's calls."""
     batch = trees.work.batch
@@ -205,6 +210,43 @@ def masked(trees: Trees) -> Callable[[], None]:
     def attention(q: Tensor, k: Tensor, v: Tensor, bound: object, scale: float) -> Tensor:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
         return out.transpose(1, 2)
+
+    return with_attention(trees, attention)
+
+
+def per_path(trees: Trees) -> Callable[[], None]:
+    """Return the same step with each segment's keys and values copied from its whole path.
+
+    The layout of TRL's tree rows, and on two levels that of PrefixGrouper, whose own kernels need CUDA; here each
+    segment is one call of the library's fused attention.
+    """
+    batch = trees.work.batch
+    calls = []
+    for number in range(batch.num_segments):
+        path, segment = [], number
+        while segment >= 0:
+            path.append(np.arange(batch.segment_start[segment], batch.segment_stop[segment]))
+            segment = int(batch.segment_parent[segment])
+        keys = torch.from_numpy(np.concatenate(path[::-1]))
+        start, stop = int(batch.segment_start[number]), int(batch.segment_stop[number])
+        mask = torch.ones(stop - start, keys.numel(), dtype=torch.bool).tril(keys.numel() - (stop - start))
+        calls.append((start, stop, keys, None if keys.numel() == stop - start else mask))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bound: object, scale: float) -> Tensor:
+        parts = [
+            torch.nn.functional.scaled_dot_product_attention(
+                q[:, :, start:stop], k.index_select(2, keys), v.index_select(2, keys), attn_mask=mask,
+                is_causal=mask is None, scale=scale, enable_gqa=True,
+            )
+            for start, stop, keys, mask in calls
+        ]  # fmt: skip
+        return torch.cat(parts, 2).transpose(1, 2)
+
+    return with_attention(trees, attention)
+
+
+def with_attention(trees: Trees, attention: Attention) -> Callable[[], None]:
+    """Return the step of ``trees`` with its attention replaced."""
 
     def step() -> None:
         import trainer_rank.runtime.transformers as runtime
@@ -229,7 +271,12 @@ def main() -> None:
         PaddedBatch(group, num_layers=4).step,
         "rival: one padded batch",
     )
-    figures["tree_speedup"] = speedup("binary tree", binary([512, 256, 256, 384], trained=128))
+    grouped = Trees(group, num_layers=4, recompute="none", layout=None)
+    figures["flat_vs_paths"] = compare("flat, paths", grouped.step, per_path(grouped), "rival: keys copied per path")
+    leaves = binary([512, 256, 256, 384], trained=128)
+    figures["tree_speedup"] = speedup("binary tree", leaves)
+    deep = Trees(leaves, num_layers=4, recompute="none", layout=None)
+    figures["tree_vs_paths"] = compare("tree, paths", deep.step, per_path(deep), "rival: keys copied per path")
 
     branchy = Trees(flat(2048, [16] * (64 // SCALE)), num_layers=2, recompute="none", layout=None)
     figures["saved_mib"] = saved_mib(branchy)
