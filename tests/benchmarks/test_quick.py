@@ -23,7 +23,7 @@ def test_the_last_line_of_a_quick_run_is_the_agreed_object(script: Path, tmp_pat
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
