@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -32,6 +33,7 @@ class AllocationRecorder(TorchDispatchMode):
         self._stands_for = stands_for
         self._steps: list[Mark | Event] = []
         self._live: dict[int, Any] = {}
+        self._numbers = itertools.count()
 
     def mark(self, phase: str, layer: int | None = None) -> None:
         """Begin a stretch."""
@@ -54,7 +56,8 @@ class AllocationRecorder(TorchDispatchMode):
                 self._note(tensor, given)
             hidden = hidden_bytes(func, args, self._stands_for)
             if hidden:
-                self._steps += (Event(hidden), Event(-hidden))
+                number = next(self._numbers)
+                self._steps += (Event(hidden, number), Event(-hidden, number))
         return result
 
     def _note(self, tensor: Tensor, given: set[int]) -> None:
@@ -63,12 +66,14 @@ class AllocationRecorder(TorchDispatchMode):
         if not nbytes or key in given or key in self._live:
             return
 
+        number = next(self._numbers)
+
         def gone(_: Any) -> None:
             del self._live[key]
-            self._steps.append(Event(-nbytes))
+            self._steps.append(Event(-nbytes, number))
 
         self._live[key] = weakref.ref(storage, gone)
-        self._steps.append(Event(nbytes))
+        self._steps.append(Event(nbytes, number))
 
 
 # References to a tensor and to its storage that are there when a dispatch mode looks at one that nobody else holds.

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One storage that appeared (``delta_bytes`` > 0) or vanished (< 0)."""
+    """One storage that appeared (``delta_bytes`` > 0) or vanished (< 0); both carry its number."""
 
     delta_bytes: int
+    storage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
