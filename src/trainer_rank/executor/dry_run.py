@@ -74,7 +74,7 @@ class DryRunPricer:
         key = (num_layers, self._runtime.recompute)
         if key not in self._twins:
             twin, relay = self._runtime.twin(num_layers), _Relay()
-            twin.mark_layers(relay)
+            twin.observe(relay)
             self._twins[key] = twin, relay
         return self._twins[key]
 
@@ -94,7 +94,12 @@ class DryRunPricer:
     def _step(self, twin: Runtime, work: PassWork, recorder: AllocationRecorder) -> None:
         """Forward, a loss like the built-in ones, backward, commit."""
         result = run_forward(
-            twin, work, head_chunk_rows=self._head_chunk_rows, map_error=lambda error: error, mark=recorder.mark
+            twin,
+            work,
+            head_chunk_rows=self._head_chunk_rows,
+            map_error=lambda error: error,
+            mark=recorder.mark,
+            begin_call=recorder.call,
         )
         recorder.mark("loss")
         if result.graph is None:
@@ -108,11 +113,15 @@ class DryRunPricer:
 
 
 class _Relay:
-    """Passes layer marks of a twin to the recorder of the dry run at hand."""
+    """Passes what a twin tells to the recorder of the dry run at hand."""
 
     def __init__(self) -> None:
         self.recorder: AllocationRecorder | None = None
 
-    def __call__(self, phase: str, layer: int) -> None:
+    def mark(self, phase: str, layer: int | None = None) -> None:
         if self.recorder is not None:
             self.recorder.mark(phase, layer)
+
+    def call(self, kind: str) -> None:
+        if self.recorder is not None:
+            self.recorder.call(kind)

@@ -14,7 +14,7 @@ itself, the chunk's logits are computed again in backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +32,13 @@ class LabelIndex:
         label_row: (M,) int64, head row of each label, ascending.
         label: (M,) int64 token ids.
         chunks: (row start, row stop, label start, label stop) of each chunk.
+        begin: Told ``chunk`` as each chunk begins, in forward and in backward, and "" after the last.
     """
 
     label_row: Tensor
     label: Tensor
     chunks: tuple[tuple[int, int, int, int], ...]
+    begin: Callable[[str], None] = lambda kind: None
 
 
 def chunk_bounds(label_row: NDArray[np.int64], num_rows: int, chunk_rows: int) -> tuple[tuple[int, int, int, int], ...]:
@@ -87,6 +89,7 @@ class _LabelLogprobs(torch.autograd.Function):
         logprobs = torch.empty(index.label.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         expected = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
         for start, stop, first, last in index.chunks:
+            index.begin("chunk")
             logits = _shifted_logits(hidden[start:stop], weight, bias)
             row = index.label_row[first:last] - start
             picked = logits[row, index.label[first:last]]
@@ -97,6 +100,7 @@ class _LabelLogprobs(torch.autograd.Function):
                 expected[start:stop] = torch.mm(exp.to(weight.dtype), weight).div_(total)
             # Without this the next chunk's logits would be computed beside these.
             del logits, exp, total, row, picked
+        index.begin("")
         ctx.index = index
         ctx.frozen = expected is not None
         ctx.save_for_backward(expected if ctx.frozen else hidden, weight, bias)
@@ -119,9 +123,11 @@ def _backward_frozen(grad: Tensor, expected: Tensor, weight: Tensor, index: Labe
     per_row = _per_row(grad, index, expected.shape[0]).to(expected.dtype).neg_().unsqueeze(-1)
     grad_hidden = expected * per_row
     for _, _, first, last in index.chunks:
+        index.begin("chunk")
         rows = weight.index_select(0, index.label[first:last])
         rows *= grad[first:last].to(rows.dtype).unsqueeze(-1)
         grad_hidden.index_add_(0, index.label_row[first:last], rows)
+    index.begin("")
     return grad_hidden
 
 
@@ -148,6 +154,7 @@ def _grad_logits(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (row start, row stop, gradient of the chunk's logits (C, V)): the labels' less the softmax's share."""
     for start, stop, first, last in index.chunks:
+        index.begin("chunk")
         exp = _shifted_logits(hidden[start:stop], weight, bias).exp_()
         exp *= per_row[start:stop].neg().unsqueeze(-1) / exp.sum(-1, keepdim=True)
         row = index.label_row[first:last] - start
@@ -156,3 +163,4 @@ def _grad_logits(
         del exp, row
         yield start, stop, narrow
         del narrow
+    index.begin("")

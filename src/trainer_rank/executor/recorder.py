@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trainer_rank.executor.kernel_memory import hidden_bytes
-from trainer_rank.memory import Event, Mark, Trace
+from trainer_rank.memory import CallMark, Event, Mark, Trace
 
 
 class AllocationRecorder(TorchDispatchMode):
@@ -31,13 +31,21 @@ class AllocationRecorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._stands_for = stands_for
-        self._steps: list[Mark | Event] = []
+        self._steps: list[Mark | CallMark | Event] = []
+        self._mark = Mark("start")
+        self._in_call = False
         self._live: dict[int, Any] = {}
         self._numbers = itertools.count()
 
     def mark(self, phase: str, layer: int | None = None) -> None:
         """Begin a stretch."""
-        self._steps.append(Mark(phase, layer))
+        self._mark = Mark(phase, layer)
+        self._steps.append(self._mark)
+
+    def call(self, kind: str) -> None:
+        """Begin a call of a kind; an empty kind ends the last one."""
+        self._in_call = bool(kind)
+        self._steps.append(CallMark(kind))
 
     def trace(self, num_layers: int) -> Trace:
         """Return what was recorded so far."""
@@ -67,6 +75,7 @@ class AllocationRecorder(TorchDispatchMode):
             return
 
         number = next(self._numbers)
+        self._tell_recompute_from_backward()
 
         def gone(_: Any) -> None:
             del self._live[key]
@@ -74,6 +83,14 @@ class AllocationRecorder(TorchDispatchMode):
 
         self._live[key] = weakref.ref(storage, gone)
         self._steps.append(Event(nbytes, number))
+
+    def _tell_recompute_from_backward(self) -> None:
+        """Inside a layer's backward, only its recompute builds a graph."""
+        if self._in_call or self._mark.layer is None or self._mark.phase not in ("backward", "recompute"):
+            return
+        phase = "recompute" if torch.is_grad_enabled() else "backward"
+        if phase != self._mark.phase:
+            self.mark(phase, self._mark.layer)
 
 
 # References to a tensor and to its storage that are there when a dispatch mode looks at one that nobody else holds.

@@ -22,7 +22,7 @@ from trainer_rank.runtime import Runtime
 from trainer_rank.runtime.transfer import to_device
 
 Marker = Callable[[str], None]
-"""Called with the name of the phase that begins."""
+"""Called with the name of the phase, or of the kind of call, that begins."""
 
 
 class OutOfMemoryMapper(Protocol):
@@ -55,6 +55,7 @@ def run_forward(
     head_chunk_rows: int,
     map_error: BackwardGuard,
     mark: Marker = _silent,
+    begin_call: Marker = _silent,
 ) -> PassResult:
     """Run the forward of one pass.
 
@@ -64,6 +65,7 @@ def run_forward(
         head_chunk_rows: Rows that meet the vocabulary projection at a time.
         map_error: Applied to an exception of a later backward.
         mark: Told which phase begins.
+        begin_call: Told as each chunk of the head begins, here and in a later backward.
     """
     parameters = () if work.no_grad else runtime.trainable_parameters()
     with torch.set_grad_enabled(bool(parameters)):
@@ -71,7 +73,7 @@ def run_forward(
             mark("forward")
             hidden = runtime.forward(work.batch)
             mark("head")
-            logprobs, slot = _score(runtime, work, hidden, head_chunk_rows)
+            logprobs, slot = _score(runtime, work, hidden, head_chunk_rows, begin_call)
             del hidden
         else:
             # Nothing is scored: the outputs are exact zeros and the model does not run.
@@ -91,13 +93,16 @@ def run_forward(
     return PassResult(logprobs=outputs, graph=graph)
 
 
-def _score(runtime: Runtime, work: PassWork, hidden: Tensor, head_chunk_rows: int) -> tuple[Tensor, Tensor]:
+def _score(
+    runtime: Runtime, work: PassWork, hidden: Tensor, head_chunk_rows: int, begin_call: Marker
+) -> tuple[Tensor, Tensor]:
     """Return (log-probs of the labels (M,), their output slots (M,))."""
     head, device = work.head, runtime.device
     index = LabelIndex(
         label_row=to_device(head.label_row, device),
         label=to_device(head.label, device),
         chunks=chunk_bounds(head.label_row, head.num_rows, head_chunk_rows),
+        begin=begin_call,
     )
     rows = hidden.index_select(0, to_device(head.rows, device))
     weight, bias = runtime.head()

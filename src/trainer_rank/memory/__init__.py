@@ -2,15 +2,21 @@
 
 from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
+from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls
 from trainer_rank.memory.price import Observation, Price, Term, combine
-from trainer_rank.memory.trace import Event, Instant, Mark, Timeline, Trace, fold
+from trainer_rank.memory.trace import CallMark, Event, Instant, Mark, Timeline, Trace, fold
 
 __all__ = [
+    "CALL_SIZES",
+    "TOTALS",
+    "Call",
+    "CallMark",
     "Event",
     "Instant",
     "Mark",
     "ModelFacts",
     "Observation",
+    "PassFeatures",
     "Price",
     "Recompute",
     "Term",
@@ -19,4 +25,5 @@ __all__ = [
     "combine",
     "extrapolate_layers",
     "fold",
+    "largest_calls",
 ]

@@ -26,11 +26,21 @@ class Mark:
     layer: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CallMark:
+    """A call begins whose memory depends on its own sizes (a run of the tree in attention, a chunk of the head).
+
+    An empty ``kind`` says that the last one ended.
+    """
+
+    kind: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """Marks and events in the order they happened, for a model of ``num_layers`` layers."""
 
-    steps: tuple[Mark | Event, ...]
+    steps: tuple[Mark | CallMark | Event, ...]
     num_layers: int
 
 
@@ -74,7 +84,7 @@ def fold(trace: Trace) -> Timeline:
         if isinstance(step, Mark):
             instants.append(Instant(mark=mark, peak_bytes=peak, end_bytes=live))
             mark, peak = step, live
-        else:
+        elif isinstance(step, Event):
             live += step.delta_bytes
             peak = max(peak, live)
     instants.append(Instant(mark=mark, peak_bytes=peak, end_bytes=live))

@@ -1,5 +1,5 @@
 """Models that can run a packed batch: one interface, one adapter per library."""
 
-from trainer_rank.runtime.base import LayerMarker, Runtime
+from trainer_rank.runtime.base import Observer, Runtime
 
-__all__ = ["LayerMarker", "Runtime"]
+__all__ = ["Observer", "Runtime"]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from trainer_rank.memory import ModelFacts, Recompute
+from trainer_rank.memory import Call, ModelFacts, Recompute
 from trainer_rank.prefix import PackedBatch
 
-LayerMarker = Callable[[str, int], None]
-"""Called with the phase (``forward`` or ``backward``) and the number of the decoder layer that begins."""
+
+class Observer(Protocol):
+    """Told by a runtime, for a dry run, what it is about to do."""
+
+    def mark(self, phase: str, layer: int | None = None) -> None:
+        """A decoder layer begins its forward or its backward, or the runtime reaches a phase of its own."""
+
+    def call(self, kind: str) -> None:
+        """One of the pass's ``attention_calls`` begins; an empty kind ends the last one."""
 
 
 class Runtime(ABC):
@@ -61,8 +68,16 @@ class Runtime(ABC):
         """Return the same model on ``meta`` with ``num_layers`` layers: same code, no data, for a dry run."""
 
     @abstractmethod
-    def mark_layers(self, mark: LayerMarker) -> None:
-        """Have ``mark`` called as each decoder layer begins its forward and its backward."""
+    def attention_calls(self, batch: PackedBatch) -> tuple[Call, ...]:
+        """Return the calls of one attention layer over a packed batch, in order, with their sizes; computes nothing."""
+
+    @abstractmethod
+    def index_rows(self, batch: PackedBatch) -> int:
+        """Return the entries of the index tensors a forward keeps on the device for attention."""
+
+    @abstractmethod
+    def observe(self, observer: Observer) -> None:
+        """Have ``observer`` told what a forward and its backward are about to do."""
 
     @abstractmethod
     def save(self, path: Path) -> None:

@@ -19,10 +19,19 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from trainer_rank.errors import ConfigError, UnsupportedModelError
-from trainer_rank.memory import ModelFacts, Recompute
+from trainer_rank.memory import Call, ModelFacts, Recompute
 from trainer_rank.prefix import PackedBatch
-from trainer_rank.runtime.attention import BoundAttention, attention_plan, kernel_for, tree_attention
-from trainer_rank.runtime.base import LayerMarker, Runtime
+from trainer_rank.runtime.attention import (
+    AttentionPlan,
+    BoundAttention,
+    Kernel,
+    attention_calls,
+    attention_plan,
+    index_rows,
+    kernel_for,
+    tree_attention,
+)
+from trainer_rank.runtime.base import Observer, Runtime
 from trainer_rank.runtime.support import check_adapter, check_supported
 from trainer_rank.runtime.transfer import to_device
 
@@ -92,6 +101,7 @@ class TransformersRuntime(Runtime):
         self._parameters: tuple[Tensor, ...] = tuple(p for p in model.parameters() if p.requires_grad)
         self._stands_for = self.device if stands_for is None else stands_for
         self._facts = self._read_facts()
+        self._observer: Observer | None = None
 
     @classmethod
     def from_pretrained(
@@ -147,16 +157,37 @@ class TransformersRuntime(Runtime):
         return "full" if active else "none"
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        device = self.device
-        kernel_dtype = self._causal.lm_head.weight.dtype
-        plan = attention_plan(batch.segment_start, batch.segment_stop, batch.subtree_stop)
+        device, observer = self.device, self._observer
+        kernel, plan = self._kernel(), _plan(batch)
+        if observer is None:
+            tree = BoundAttention.bind(plan, kernel, device)
+        else:
+            tree = BoundAttention.bind(plan, kernel, device, observer.call)
+            observer.mark("embedding")
         hidden: Tensor = self._causal.model(
             input_ids=to_device(batch.token_ids, device).unsqueeze(0),
             position_ids=to_device(batch.positions, device).unsqueeze(0),
             use_cache=False,
-            tree=BoundAttention.bind(plan, kernel_for(self._stands_for, kernel_dtype), device),
+            tree=tree,
         ).last_hidden_state
         return hidden[0]
+
+    def attention_calls(self, batch: PackedBatch) -> tuple[Call, ...]:
+        facts = self._facts
+        return attention_calls(
+            _plan(batch),
+            self._kernel(),
+            heads=facts.num_heads,
+            groups=facts.num_key_value_heads,
+            head_size=facts.head_size,
+            dtype=self._causal.lm_head.weight.dtype,
+        )
+
+    def index_rows(self, batch: PackedBatch) -> int:
+        return index_rows(_plan(batch))
+
+    def _kernel(self) -> Kernel:
+        return kernel_for(self._stands_for, self._causal.lm_head.weight.dtype)
 
     def head(self) -> tuple[Tensor, Tensor | None]:
         head = self._causal.lm_head
@@ -181,10 +212,11 @@ class TransformersRuntime(Runtime):
             parameter.requires_grad_(own[name].requires_grad)
         return type(self)(model, recompute=self.recompute, stands_for=self._stands_for)
 
-    def mark_layers(self, mark: LayerMarker) -> None:
+    def observe(self, observer: Observer) -> None:
+        self._observer = observer
         for number, layer in enumerate(self._layers()):
-            layer.register_forward_pre_hook(_forward_hook(mark, number))
-            layer.register_forward_hook(_backward_hook(mark, number))
+            layer.register_forward_pre_hook(_forward_hook(observer, number))
+            layer.register_forward_hook(_backward_hook(observer, number))
 
     def save(self, path: Path) -> None:
         self._model.save_pretrained(path)
@@ -223,18 +255,22 @@ class TransformersRuntime(Runtime):
         )
 
 
-def _forward_hook(mark: LayerMarker, number: int) -> Any:
+def _plan(batch: PackedBatch) -> AttentionPlan:
+    return attention_plan(batch.segment_start, batch.segment_stop, batch.subtree_stop)
+
+
+def _forward_hook(observer: Observer, number: int) -> Any:
     def hook(module: nn.Module, args: Any) -> None:
-        mark("forward", number)
+        observer.mark("forward", number)
 
     return hook
 
 
-def _backward_hook(mark: LayerMarker, number: int) -> Any:
+def _backward_hook(observer: Observer, number: int) -> Any:
     """A layer's backward begins when the gradient of its output is complete."""
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda grad: mark("backward", number))
+            output.register_hook(lambda grad: observer.mark("backward", number))
 
     return hook

@@ -25,7 +25,7 @@ from trainer_rank.runtime.attention.cuda_scratch import (
     flash_forward_bytes,
     round_up,
 )
-from trainer_rank.runtime.attention.kernels import Kernel
+from trainer_rank.runtime.attention.kernels import Kernel, allocate, call_sizes
 
 _aten = torch.ops.aten
 
@@ -46,13 +46,16 @@ class _CudaKernel(Kernel):
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> _Grads:
         inputs = grad, q, k, v, out, lse
-        step = max(1, _MOST_BACKWARD_ROWS // round_up(q.shape[2], FLASH_ROWS))
+        step = _sequences_at_once(q.shape[2])
         parts = [
             self._backward(*(x[first : first + step] for x in inputs), causal=causal, scale=scale)
             for first in range(0, q.shape[0], step)
         ]
         dq, dk, dv = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+    def takes_at_once(self, sizes: CallSizes) -> bool:
+        return sizes.batch <= _sequences_at_once(sizes.queries)
 
     @abstractmethod
     def _backward(
@@ -81,7 +84,7 @@ class CudaFlashKernel(_CudaKernel):
             q.shape[2], k.shape[2], 0.0, causal, False, scale=scale,
         )  # fmt: skip
         if q.is_meta:
-            _allocate(flash_forward_bytes(_sizes(q, k), self.multiprocessors), q)
+            allocate(self.forward_scratch_bytes(call_sizes(q, k), q.dtype), q)
         return out.transpose(1, 2), lse
 
     def _backward(
@@ -97,11 +100,16 @@ class CudaFlashKernel(_CudaKernel):
             q.shape[2], k.shape[2], 0.0, causal, state, unused, scale=scale,
         )  # fmt: skip
         if q.is_meta:
-            nbytes = flash_backward_bytes(
-                _sizes(q, k), self.multiprocessors, itemsize=q.element_size(), deterministic=_deterministic()
-            )
-            _allocate(nbytes, q)
+            allocate(self.backward_scratch_bytes(call_sizes(q, k), q.dtype), q)
         return grads
+
+    def forward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        return flash_forward_bytes(sizes, self.multiprocessors)
+
+    def backward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        return flash_backward_bytes(
+            sizes, self.multiprocessors, itemsize=dtype.itemsize, deterministic=_deterministic()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +142,15 @@ class CudaEfficientKernel(_CudaKernel):
             [True, True, True, False], causal, scale=scale,
         )  # fmt: skip
         if q.is_meta:
-            _allocate(efficient_backward_bytes(_sizes(q, k)), q)
+            allocate(self.backward_scratch_bytes(call_sizes(q, k), q.dtype), q)
         del keys, values, full, rows
         return dq.transpose(1, 2), _fold(dk.transpose(1, 2), groups), _fold(dv.transpose(1, 2), groups)
+
+    def forward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        return 0
+
+    def backward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        return efficient_backward_bytes(sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,25 +167,13 @@ class _RowMajor:
         return cls(grad.transpose(1, 2).contiguous(), out.transpose(1, 2).contiguous(), lse.contiguous())
 
 
+def _sequences_at_once(queries: int) -> int:
+    """Return how many sequences of so many queries one backward call takes."""
+    return max(1, _MOST_BACKWARD_ROWS // round_up(queries, FLASH_ROWS))
+
+
 def _deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-
-
-def _sizes(q: Tensor, k: Tensor) -> CallSizes:
-    return CallSizes(
-        batch=q.shape[0],
-        heads=q.shape[1],
-        groups=k.shape[1],
-        queries=q.shape[2],
-        keys=k.shape[2],
-        head_size=q.shape[3],
-    )
-
-
-def _allocate(nbytes: int, like: Tensor) -> None:
-    """Allocate and drop what a kernel allocates inside."""
-    if nbytes:
-        torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
 
 def _repeat(heads: Tensor, groups: int) -> Tensor:

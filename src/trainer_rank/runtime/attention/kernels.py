@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer_rank.runtime.attention.cuda_scratch import CallSizes
+
 _aten = torch.ops.aten
 
 
@@ -37,6 +39,18 @@ class Kernel(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (dq, dk, dv) for softmax weights ``exp(q k^T * scale - lse)``; ``out`` and ``lse`` may be merged."""
 
+    @abstractmethod
+    def forward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        """Return the bytes a forward allocates inside, beside its results."""
+
+    @abstractmethod
+    def backward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        """Return the bytes a backward allocates inside, beside its results."""
+
+    def takes_at_once(self, sizes: CallSizes) -> bool:
+        """Return whether a backward runs all its sequences in one call."""
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class CpuFlashKernel(Kernel):
@@ -54,7 +68,7 @@ class CpuFlashKernel(Kernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         if q.is_meta:
-            self._scratch(q, k, forward=True)
+            allocate(self.forward_scratch_bytes(call_sizes(q, k), q.dtype), q)
         return out, lse
 
     def backward(
@@ -64,20 +78,42 @@ class CpuFlashKernel(Kernel):
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
         )
         if q.is_meta:
-            self._scratch(q, k, forward=False)
+            allocate(self.backward_scratch_bytes(call_sizes(q, k), q.dtype), q)
         return grads
 
-    def _scratch(self, q: Tensor, k: Tensor, *, forward: bool) -> None:
-        """Allocate and drop what the kernel allocates inside."""
-        nbytes = flash_scratch_bytes(
-            num_queries=q.shape[2],
-            num_keys=k.shape[2],
-            head_size=q.shape[3],
-            dtype=q.dtype,
+    def forward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        return self._scratch_bytes(sizes, dtype, forward=True)
+
+    def backward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        return self._scratch_bytes(sizes, dtype, forward=False)
+
+    def _scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype, *, forward: bool) -> int:
+        return flash_scratch_bytes(
+            num_queries=sizes.queries,
+            num_keys=sizes.keys,
+            head_size=sizes.head_size,
+            dtype=dtype,
             threads=self.threads,
             forward=forward,
         )
-        torch.empty(nbytes, dtype=torch.uint8, device=q.device)
+
+
+def call_sizes(q: Tensor, k: Tensor) -> CallSizes:
+    """Return the sizes of a call on queries (B, H, T, D) and keys (B, G, S, D)."""
+    return CallSizes(
+        batch=q.shape[0],
+        heads=q.shape[1],
+        groups=k.shape[1],
+        queries=q.shape[2],
+        keys=k.shape[2],
+        head_size=q.shape[3],
+    )
+
+
+def allocate(nbytes: int, like: Tensor) -> None:
+    """Allocate and drop what a kernel allocates inside."""
+    if nbytes:
+        torch.empty(nbytes, dtype=torch.uint8, device=like.device)
 
 
 def flash_scratch_bytes(

@@ -39,6 +39,11 @@ class Block:
     reach: int
     first: bool
 
+    @property
+    def kind(self) -> str:
+        """Which code runs it: ``first`` or ``merge``."""
+        return "first" if self.first else "merge"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
@@ -59,6 +64,12 @@ class Bucket:
     rows: Rows | None
     lengths: Rows | None
     first: bool
+
+    @property
+    def kind(self) -> str:
+        """Which code runs it: ``view``, ``gathered`` or ``padded``, with ``-first`` for roots."""
+        kind = "view" if self.rows is None else "gathered" if self.lengths is None else "padded"
+        return f"{kind}-first" if self.first else kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

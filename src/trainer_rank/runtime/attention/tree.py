@@ -14,6 +14,7 @@ keys, and ``sum(grad * out)`` the true row sum, so the parts' gradients simply a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,21 @@ class BoundAttention:
     plan: AttentionPlan
     kernel: Kernel
     buckets: tuple[BoundBucket, ...]
+    begin: Callable[[str], None]
 
     @classmethod
-    def bind(cls, plan: AttentionPlan, kernel: Kernel, device: torch.device) -> BoundAttention:
-        """Return the plan with its gather indices on ``device``."""
-        return cls(plan, kernel, tuple(_bind_bucket(bucket, device) for bucket in plan.buckets))
+    def bind(
+        cls,
+        plan: AttentionPlan,
+        kernel: Kernel,
+        device: torch.device,
+        begin: Callable[[str], None] = lambda kind: None,
+    ) -> BoundAttention:
+        """Return the plan with its gather indices on ``device``; ``begin`` is told the kind of each call, or "" after.
+
+        The calls come in the order of ``attention_calls``.
+        """
+        return cls(plan, kernel, tuple(_bind_bucket(bucket, device) for bucket in plan.buckets), begin)
 
 
 def _bind_bucket(bucket: Bucket, device: torch.device) -> BoundBucket:
@@ -115,23 +126,23 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         out.copy_(torch.lerp(out.to(weight.dtype), part.to(weight.dtype), weight))
 
 
-def _calls(block: Block, kernel: Kernel) -> list[tuple[int, int, bool]]:
+def block_calls(block: Block, kernel: Kernel) -> list[tuple[int, int, bool]]:
     """Return the kernel calls (query start, query stop, causal) of a block on its keys."""
     if kernel.top_left or block.reach == block.stop:
         return [(block.start, block.reach, True)]
     return [(block.start, block.stop, True), (block.stop, block.reach, False)]
 
 
-def _single_run(bound: BoundAttention) -> bool:
+def is_single_run(plan: AttentionPlan) -> bool:
     """Whether the whole pass is one causal run, which needs no buffers to merge into."""
-    buckets = bound.plan.buckets
-    return not bound.plan.blocks and len(buckets) == 1 and buckets[0].count == 1 and buckets[0].start is not None
+    buckets = plan.buckets
+    return not plan.blocks and len(buckets) == 1 and buckets[0].count == 1 and buckets[0].start is not None
 
 
-def _single_root(bound: BoundAttention) -> bool:
+def has_single_root(plan: AttentionPlan, kernel: Kernel) -> bool:
     """Whether one call has all rows as its queries: that of a root which everything descends from."""
-    blocks = bound.plan.blocks
-    return bound.kernel.top_left and bool(blocks) and blocks[0].start == 0 and blocks[0].reach == bound.plan.num_rows
+    blocks = plan.blocks
+    return kernel.top_left and bool(blocks) and blocks[0].start == 0 and blocks[0].reach == plan.num_rows
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -139,6 +150,7 @@ class _TreeAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: BoundAttention, scale: float) -> Tensor:
         q_rows, k_rows, v_rows = (x[0].transpose(0, 1) for x in (q, k, v))
         out, lse = _forward(q_rows, k_rows, v_rows, bound, scale)
+        bound.begin("")
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.bound, ctx.scale = bound, scale
         return out.unsqueeze(0)
@@ -148,6 +160,7 @@ class _TreeAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         q_rows, k_rows, v_rows = (x[0].transpose(0, 1) for x in (q, k, v))
         grads = _backward(grad[0].contiguous(), q_rows, k_rows, v_rows, out, lse, ctx.bound, ctx.scale)
+        ctx.bound.begin("")
         dq, dk, dv = (_heads_first(x) for x in grads)
         return dq, dk, dv, None, None
 
@@ -155,23 +168,27 @@ class _TreeAttention(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, bound: BoundAttention, scale: float) -> tuple[Tensor, Tensor]:
     """Return merged (out, lse) of shapes (P, H, D) and (P, H) from row-major (P, H|G, D) tensors."""
     blocks, kernel = bound.plan.blocks, bound.kernel
-    if _single_run(bound):
+    if is_single_run(bound.plan):
+        bound.begin("single")
         part, part_lse = _call_forward(kernel, q, k, v, causal=True, scale=scale)
         return part.contiguous(), part_lse.contiguous()
-    if _single_root(bound):
+    if has_single_root(bound.plan, kernel):
         # The root's part covers all rows: it is the buffer that the others merge into.
+        bound.begin("root")
         keys = slice(0, blocks[0].stop)
         part, part_lse = _call_forward(kernel, q, k[keys], v[keys], causal=True, scale=scale)
         out, lse = part.contiguous(), part_lse.contiguous()
         blocks = blocks[1:]
         del part, part_lse
     else:
+        bound.begin("buffers")
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         accumulate = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.empty(q.shape[:2], dtype=accumulate, device=q.device)
     for block in blocks:
         keys = slice(block.start, block.stop)
-        for begin, end, causal in _calls(block, kernel):
+        for begin, end, causal in block_calls(block, kernel):
+            bound.begin(block.kind)
             part, part_lse = _call_forward(kernel, q[begin:end], k[keys], v[keys], causal=causal, scale=scale)
             if block.first:
                 out[begin:end], lse[begin:end] = part, part_lse
@@ -179,6 +196,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, bound: BoundAttention, scale: floa
                 _merge_(out[begin:end], lse[begin:end], part, part_lse)
             del part, part_lse
     for item in bound.buckets:
+        bound.begin(item.bucket.kind)
         _forward_bucket(q, k, v, out, lse, item, kernel, scale)
     return out, lse
 
@@ -230,10 +248,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), row-major, from row-major tensors."""
     blocks, kernel = bound.plan.blocks, bound.kernel
-    if _single_run(bound):
+    if is_single_run(bound.plan):
+        bound.begin("single")
         return _call_backward(kernel, (grad, q, k, v, out, lse), causal=True, scale=scale)
+    single_root = has_single_root(bound.plan, kernel)
+    bound.begin("root" if single_root else "buffers")
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    if _single_root(bound):
+    if single_root:
         keys = slice(0, blocks[0].stop)
         dq, dk_part, dv_part = _call_backward(kernel, (grad, q, k[keys], v[keys], out, lse), causal=True, scale=scale)
         dq, dk[keys], dv[keys] = dq.contiguous(), dk_part, dv_part
@@ -243,7 +264,8 @@ def _backward(
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     for block in blocks:
         keys = slice(block.start, block.stop)
-        for number, (begin, end, causal) in enumerate(_calls(block, kernel)):
+        for number, (begin, end, causal) in enumerate(block_calls(block, kernel)):
+            bound.begin(block.kind)
             queries = slice(begin, end)
             dq_part, dk_part, dv_part = _call_backward(
                 kernel,
@@ -263,6 +285,7 @@ def _backward(
                 dv[keys] += dv_part
             del dq_part, dk_part, dv_part
     for item in bound.buckets:
+        bound.begin(item.bucket.kind)
         _backward_bucket(grad, q, k, v, out, lse, (dq, dk, dv), item, kernel, scale)
     return dq, dk, dv
 
