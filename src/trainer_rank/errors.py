@@ -85,6 +85,10 @@ class SelfTestError(TrainerRankError, RuntimeError):
     """Packed and one-by-one execution disagree on this backend; nothing was trained."""
 
 
+class EnvelopeError(TrainerRankError, RuntimeError):
+    """The memory of passes could not be solved for from their traces; whole passes are run dry instead."""
+
+
 class BackwardError(TrainerRankError, RuntimeError):
     """Backward was asked of a pass that can no longer give it."""
 

@@ -12,7 +12,7 @@ import torch
 
 from trainer_rank.executor.recorder import AllocationRecorder
 from trainer_rank.executor.run import run_forward
-from trainer_rank.memory import Price, Recompute, Term, Timeline, extrapolate_layers, fold
+from trainer_rank.memory import Price, Recompute, Term, Timeline, Trace, extrapolate_layers, fold
 from trainer_rank.planner import PassWork
 from trainer_rank.runtime import Runtime
 
@@ -49,8 +49,8 @@ class DryRunPricer:
         """Return the allocation timeline of a pass at the model's full depth."""
         depth = self._runtime.facts.num_layers
         if depth <= DEEPER:
-            return self._trace(work, depth)
-        return extrapolate_layers(self._trace(work, SHALLOW), self._trace(work, DEEPER), depth)
+            return fold(self.trace(work, depth))
+        return extrapolate_layers(fold(self.trace(work, SHALLOW)), fold(self.trace(work, DEEPER)), depth)
 
     def _price(self, timeline: Timeline, work: PassWork) -> Price:
         caller = self._caller_bytes_per_token * work.batch.logical_tokens
@@ -78,7 +78,8 @@ class DryRunPricer:
             self._twins[key] = twin, relay
         return self._twins[key]
 
-    def _trace(self, work: PassWork, num_layers: int) -> Timeline:
+    def trace(self, work: PassWork, num_layers: int) -> Trace:
+        """Return the events of a pass through a twin of ``num_layers`` layers."""
         twin, relay = self._twin(num_layers)
         recorder = AllocationRecorder(_META, twin.stands_for)
         relay.recorder = recorder
@@ -89,7 +90,7 @@ class DryRunPricer:
             relay.recorder = None
             for parameter in twin.trainable_parameters():
                 parameter.grad = None
-        return fold(recorder.trace(num_layers))
+        return recorder.trace(num_layers)
 
     def _step(self, twin: Runtime, work: PassWork, recorder: AllocationRecorder) -> None:
         """Forward, a loss like the built-in ones, backward, commit."""

@@ -127,6 +127,7 @@ def _backward_frozen(grad: Tensor, expected: Tensor, weight: Tensor, index: Labe
         rows = weight.index_select(0, index.label[first:last])
         rows *= grad[first:last].to(rows.dtype).unsqueeze(-1)
         grad_hidden.index_add_(0, index.label_row[first:last], rows)
+        del rows
     index.begin("")
     return grad_hidden
 

@@ -1,9 +1,12 @@
 """What a pass costs. Pure records and arithmetic; no torch, no live model."""
 
+from trainer_rank.memory.bounds import LowerBound, UpperBound
+from trainer_rank.memory.envelope import Envelope, Moment
 from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls
 from trainer_rank.memory.price import Observation, Price, Term, combine
+from trainer_rank.memory.solve import TracedPass, solve
 from trainer_rank.memory.trace import CallMark, Event, Instant, Mark, Timeline, Trace, fold
 
 __all__ = [
@@ -11,10 +14,13 @@ __all__ = [
     "TOTALS",
     "Call",
     "CallMark",
+    "Envelope",
     "Event",
     "Instant",
+    "LowerBound",
     "Mark",
     "ModelFacts",
+    "Moment",
     "Observation",
     "PassFeatures",
     "Price",
@@ -22,8 +28,11 @@ __all__ = [
     "Term",
     "Timeline",
     "Trace",
+    "TracedPass",
+    "UpperBound",
     "combine",
     "extrapolate_layers",
     "fold",
     "largest_calls",
+    "solve",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +46,11 @@ class Runtime(ABC):
     @abstractmethod
     def logprob_dtype(self) -> torch.dtype:
         """Dtype of log-probs: float64 for float64 models, else float32."""
+
+    @property
+    @abstractmethod
+    def signature(self) -> Mapping[str, object]:
+        """Everything of the model and its kernels that the memory of a pass depends on, as plain values."""
 
     @property
     @abstractmethod

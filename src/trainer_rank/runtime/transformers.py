@@ -9,6 +9,7 @@ restarting positions as boundaries and silently cut branches off their prefix.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,31 @@ class TransformersRuntime(Runtime):
     def recompute(self) -> Recompute:
         active = self._causal.is_activation_checkpointing and all(layer.training for layer in self._layers())
         return "full" if active else "none"
+
+    @property
+    def signature(self) -> Mapping[str, object]:
+        config = self._causal.config.to_dict()
+        for name in ("_name_or_path", "transformers_version"):
+            config.pop(name, None)
+        adapter = None
+        if self._peft_config is not None:
+            adapter = {name: str(value) for name, value in sorted(self._peft_config.to_dict().items())}
+            for name, value in self._peft_config.to_dict().items():
+                if isinstance(value, set | list | tuple):
+                    adapter[name] = str(sorted(map(str, value)))
+        return {
+            "config": config,
+            "adapter": adapter,
+            "kernel": str(self._kernel()),
+            "device": self._stands_for.type,
+            "parameters": [
+                (name, str(parameter.dtype), parameter.requires_grad)
+                for name, parameter in self._model.named_parameters()
+                # One layer of each kind stands for all.
+                if ".layers." not in name or ".layers.0." in name
+            ],
+            "facts": str(self._facts),
+        }
 
     def forward(self, batch: PackedBatch) -> Tensor:
         device, observer = self.device, self._observer

@@ -7,6 +7,8 @@ Each kind is one piece of code in ``tree``, with temporaries of its own:
     ``buffers``          no such call: the buffers are allocated
     ``first``, ``merge`` a run of the tree writes its rows, or merges into them
     ``view``, ``gathered``, ``padded`` (each also with ``-first``)   a bucket of leaves
+
+``of one`` and ``in steps`` are added where a kernel's results for one leaf, or for very many, are handled differently.
 """
 
 from __future__ import annotations
@@ -20,9 +22,6 @@ from trainer_rank.runtime.attention.cuda_scratch import CallSizes, round_up
 from trainer_rank.runtime.attention.kernels import Kernel
 from trainer_rank.runtime.attention.plan import AttentionPlan, Bucket
 from trainer_rank.runtime.attention.tree import block_calls, has_single_root, is_single_run
-
-_ALIGNMENT = 32
-"""Rows to a multiple of which the memory-efficient CUDA kernel pads its log-sum-exp."""
 
 
 def attention_calls(
@@ -39,13 +38,14 @@ def attention_calls(
 
     def call(kind: str, batch: int, queries: int, keys: int, valid: int) -> Call:
         sizes = CallSizes(batch=batch, heads=heads, groups=groups, queries=queries, keys=keys, head_size=head_size)
-        stepped = "" if kernel.takes_at_once(sizes) else "-stepped"
+        if not kernel.takes_at_once(sizes):
+            kind += " in steps"
         return Call(
-            kind=kind + stepped,
+            kind=kind,
             rows=batch * queries,
             keys=batch * keys,
             valid=valid,
-            aligned_rows=batch * round_up(queries, _ALIGNMENT),
+            aligned_rows=batch * round_up(queries, kernel.row_alignment),
             forward_scratch=kernel.forward_scratch_bytes(sizes, dtype),
             backward_scratch=kernel.backward_scratch_bytes(sizes, dtype),
         )
@@ -59,14 +59,19 @@ def attention_calls(
             yield call("root", 1, rows, blocks[0].stop, rows)
             blocks = blocks[1:]
         else:
-            yield Call(kind="buffers")
+            yield Call(kind="buffers", rows=rows)
         for block in blocks:
             for begin, end, _ in block_calls(block, kernel):
                 yield call(block.kind, 1, end - begin, block.stop - block.start, end - begin)
         for bucket in plan.buckets:
-            yield call(bucket.kind, bucket.count, bucket.length, bucket.length, _valid(bucket))
+            yield call(bucket_kind(bucket, kernel), bucket.count, bucket.length, bucket.length, _valid(bucket))
 
     return tuple(all_calls())
+
+
+def bucket_kind(bucket: Bucket, kernel: Kernel) -> str:
+    """Return which code runs a bucket, as far as its allocations differ."""
+    return f"{bucket.kind} of one" if bucket.count == 1 and kernel.one_is_a_view else bucket.kind
 
 
 def index_rows(plan: AttentionPlan) -> int:

@@ -42,6 +42,8 @@ _Grads = tuple[Tensor, Tensor, Tensor]
 class _CudaKernel(Kernel):
     """A kernel whose backward takes only so many sequences at a time as their padded rows allow."""
 
+    one_is_a_view = True
+
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool, scale: float
     ) -> _Grads:
@@ -104,7 +106,8 @@ class CudaFlashKernel(_CudaKernel):
         return grads
 
     def forward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
-        return flash_forward_bytes(sizes, self.multiprocessors)
+        # At least one byte: a forward that splits no keys then makes as many allocations as one that does.
+        return max(1, flash_forward_bytes(sizes, self.multiprocessors))
 
     def backward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
         return flash_backward_bytes(
@@ -118,6 +121,7 @@ class CudaEfficientKernel(_CudaKernel):
 
     name = "cuda-efficient"
     top_left = True
+    row_alignment = _EFFICIENT_LSE_ALIGNMENT
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         _check_head_size(q, multiple=4, most=1 << 16)

@@ -28,6 +28,10 @@ class Kernel(ABC):
 
     name: str
     top_left: bool
+    row_alignment = 1
+    """Rows to a multiple of which the kernel pads its log-sum-exp."""
+    one_is_a_view = False
+    """Whether the results of a batch of one are laid out so that fewer copies are made of them."""
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,173 @@
+"""Prices passes by an envelope that is made once per signature from a few dry runs.
+
+A signature is everything the memory of a pass depends on beside its features: the model, its adapter and dtype, the
+recompute mode, the kernel, and whether gradients are wanted. An envelope is checked against passes that had no part in
+making it; one that fails is not used, and passes are then run dry one by one, which is slower but never guesses.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer_rank.errors import EnvelopeError
+from trainer_rank.executor.dry_run import DEEPER, SHALLOW, DryRunPricer
+from trainer_rank.executor.envelope_store import EnvelopeStore
+from trainer_rank.executor.pass_features import all_calls, pass_features
+from trainer_rank.executor.sample_passes import SamplePasses
+from trainer_rank.memory import Envelope, PassFeatures, Price, Recompute, TracedPass, solve
+from trainer_rank.planner import PassWork
+from trainer_rank.runtime import Runtime
+
+MOST_BELOW: Final = 0.001
+"""Share of the traced peak by which an envelope may fall short of a held-out pass."""
+
+MOST_ABOVE: Final = 0.01
+"""Share of the traced peak by which it may exceed it."""
+
+# Rows per chunk in the traced passes: small, so that they have several.
+_SAMPLE_CHUNK_ROWS: Final = 48
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What changes within the life of a pricer."""
+
+    recompute: Recompute
+    no_grad: bool
+    adapter: str | None
+
+
+class EnvelopePricer:
+    """Prices passes of one runtime.
+
+    Args:
+        runtime: The live model; only its twins on ``meta`` run.
+        head_chunk_rows: As the executor will use it.
+        caller_bytes_per_token: Declared peak of the caller's own loss, in bytes per logical token of a pass, beyond
+            the built-in losses that the traces include.
+        store: Keeps envelopes across processes; None keeps them in this one.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        head_chunk_rows: int,
+        caller_bytes_per_token: int,
+        store: EnvelopeStore | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._head_chunk_rows = head_chunk_rows
+        self._caller_bytes_per_token = caller_bytes_per_token
+        self._store = store
+        self._dry = DryRunPricer(
+            runtime, head_chunk_rows=head_chunk_rows, caller_bytes_per_token=caller_bytes_per_token
+        )
+        self._envelopes: dict[_Signature, Envelope | None] = {}
+
+    def price(self, work: PassWork) -> Price:
+        """Return the price of a pass."""
+        envelope = self._envelope_for(work)
+        if envelope is None:
+            return self._dry.price(work)
+        features = self.features(work)
+        return envelope.price(features) if envelope.covers(features) else self._dry.price(work)
+
+    def required_bytes(self, candidates: Sequence[PassFeatures], *, no_grad: bool = False) -> NDArray[np.int64]:
+        """Return (N,) int64, the required bytes of candidates with features from ``features``, all at once.
+
+        Raises:
+            EnvelopeError: There is no envelope for them, or a pass makes a kind of call that was never traced.
+        """
+        envelope = self.envelope(no_grad=no_grad)
+        if envelope is None:
+            raise EnvelopeError("the envelope of this model failed its check; price passes one by one")
+        return envelope.required_bytes(candidates)
+
+    def features(self, work: PassWork) -> PassFeatures:
+        """Return the features of a pass."""
+        return pass_features(self._runtime, work, head_chunk_rows=self._head_chunk_rows)
+
+    def envelope(self, *, no_grad: bool = False, adapter: str | None = None) -> Envelope | None:
+        """Return the envelope in force, made or loaded on first use; None when it failed its check."""
+        signature = _Signature(self._runtime.recompute, no_grad, adapter)
+        if signature not in self._envelopes:
+            made = self._load_or_make(signature)
+            self._envelopes[signature] = None if made is None else made.with_caller(self._caller_bytes_per_token)
+        return self._envelopes[signature]
+
+    def _envelope_for(self, work: PassWork) -> Envelope | None:
+        # Without anything scored the model does not run, and a dry run is over at once.
+        if not work.head.num_rows:
+            return None
+        return self.envelope(no_grad=work.no_grad, adapter=work.adapter)
+
+    def _load_or_make(self, signature: _Signature) -> Envelope | None:
+        facts = {"signature": repr(signature), "runtime": self._runtime.signature}
+        if self._store is not None:
+            found = self._store.load(facts)
+            if found is not None:
+                return found
+        try:
+            made = make_envelope(self._runtime, no_grad=signature.no_grad, adapter=signature.adapter)
+        except EnvelopeError as error:
+            warnings.warn(
+                f"the memory of this model is not priced by an envelope ({error}); every new shape of a pass is run "
+                "dry instead, which takes a second or so each",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return None
+        if self._store is not None:
+            self._store.save(facts, made)
+        return made
+
+
+def make_envelope(runtime: Runtime, *, no_grad: bool = False, adapter: str | None = None) -> Envelope:
+    """Return the envelope of a runtime's passes, traced, solved and checked against held-out passes.
+
+    Raises:
+        EnvelopeError: Live bytes are not affine in the features, or a held-out pass is priced too far off.
+    """
+    dry = DryRunPricer(runtime, head_chunk_rows=_SAMPLE_CHUNK_ROWS, caller_bytes_per_token=0)
+    samples = SamplePasses(no_grad=no_grad, adapter=adapter)
+    depth = runtime.facts.num_layers
+    shallow, deeper = (SHALLOW, DEEPER) if depth > DEEPER else (depth, depth)
+
+    def traced(work: PassWork, *, both: bool) -> TracedPass:
+        below = dry.trace(work, shallow if both else 1)
+        above = (below if deeper == shallow else dry.trace(work, deeper)) if both else None
+        return TracedPass(
+            features=all_calls(runtime, work, head_chunk_rows=_SAMPLE_CHUNK_ROWS), shallow=below, deeper=above
+        )
+
+    passes = [
+        *(traced(work, both=True) for work in samples.counting()),
+        *(traced(work, both=False) for work in samples.calls()),
+    ]
+    kept = "checkpointed inputs" if runtime.recompute == "full" else "activations"
+    categories = (kept, "recomputed activations", "temporaries", "head", "gradients", "caller's loss")
+    envelope = solve(passes, num_layers=depth, categories=categories)
+    for work in samples.held_out():
+        _check(envelope, all_calls(runtime, work, head_chunk_rows=_SAMPLE_CHUNK_ROWS), dry.price(work))
+    return envelope
+
+
+def _check(envelope: Envelope, features: PassFeatures, traced: Price) -> None:
+    """Raise ``EnvelopeError`` unless a held-out pass is priced within the limits, peak and retained bytes."""
+    found = envelope.price(replace(features, logical_tokens=0))
+    for what, ours, exact in (
+        ("needs", found.required_bytes, traced.required_bytes),
+        ("retains", found.retained_bytes, traced.retained_bytes),
+    ):
+        if not (1 - MOST_BELOW) * exact <= ours <= (1 + MOST_ABOVE) * exact:
+            raise EnvelopeError(
+                f"a held-out pass of {features.packed_rows} packed rows {what} {exact} bytes by its own trace and "
+                f"{ours} by the envelope"
+            )
