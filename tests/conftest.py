@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Read when torch is imported, which happens with the first test module.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+# Envelopes that tests make stay with the tests, and none is found that another version made.
+_cache = tempfile.TemporaryDirectory(prefix="trainer-rank-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
 import torch
 
 from trainer_rank.executor.recorder import AllocationRecorder
 from trainer_rank.executor.run import run_forward
-from trainer_rank.memory import Price, Recompute, Term, Timeline, Trace, extrapolate_layers, fold
+from trainer_rank.memory import (
+    Price,
+    Recompute,
+    Timeline,
+    Trace,
+    category_names,
+    extrapolate_layers,
+    fold,
+    itemised,
+    stretches_at_depth,
+)
+from trainer_rank.memory.envelope import CALLER_PHASES
+from trainer_rank.memory.stretches import CALLER, NUM_CATEGORIES
 from trainer_rank.planner import PassWork
 from trainer_rank.runtime import Runtime
 
@@ -42,7 +55,7 @@ class DryRunPricer:
         """Return the price of a pass; the same shape is run dry once."""
         key = (work.shape_key, self._runtime.recompute)
         if key not in self._prices:
-            self._prices[key] = self._price(self.timeline(work), work)
+            self._prices[key] = self._price(work)
         return self._prices[key]
 
     def timeline(self, work: PassWork) -> Timeline:
@@ -52,22 +65,27 @@ class DryRunPricer:
             return fold(self.trace(work, depth))
         return extrapolate_layers(fold(self.trace(work, SHALLOW)), fold(self.trace(work, DEEPER)), depth)
 
-    def _price(self, timeline: Timeline, work: PassWork) -> Price:
+    def _price(self, work: PassWork) -> Price:
+        depth = self._runtime.facts.num_layers
+        deeper = self.trace(work, min(depth, DEEPER))
+        shallow = self.trace(work, SHALLOW) if depth > DEEPER else deeper
+        made = stretches_at_depth(shallow, deeper, depth)
         caller = self._caller_bytes_per_token * work.batch.logical_tokens
-        retained = timeline.end_of("outputs")
-        peak = timeline.peak
-        transient = peak.peak_bytes - retained
-        terms = (
-            Term(name="kept for backward", num_bytes=min(retained, peak.peak_bytes)),
-            Term(name=f"at work in {peak.mark.phase}", num_bytes=max(transient, 0)),
-            Term(name="caller's loss", num_bytes=caller),
-        )
-        return Price(
-            required_bytes=sum(term.num_bytes for term in terms),
-            retained_bytes=min(retained, peak.peak_bytes),
-            terms=terms,
-            phase=peak.mark.phase,
-            layer=peak.mark.layer,
+        best, best_key = np.zeros(NUM_CATEGORIES, dtype=np.int64), made[0].key
+        for stretch in made:
+            live = stretch.live.copy()
+            if stretch.key.phase in CALLER_PHASES:
+                live[:, CALLER] += caller
+            highest = live[int(live.sum(1).argmax())]
+            if highest.sum() > best.sum():
+                best, best_key = highest, stretch.key
+        ends = [stretch.left for stretch in made if stretch.key.phase == "outputs"]
+        return itemised(
+            category_names(self._runtime.recompute),
+            best.tolist(),
+            retained_bytes=int(ends[-1].sum()),
+            phase=best_key.phase,
+            layer=best_key.layer(depth),
         )
 
     def _twin(self, num_layers: int) -> tuple[Runtime, _Relay]:

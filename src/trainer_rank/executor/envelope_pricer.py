@@ -20,7 +20,7 @@ from trainer_rank.executor.dry_run import DEEPER, SHALLOW, DryRunPricer
 from trainer_rank.executor.envelope_store import EnvelopeStore
 from trainer_rank.executor.pass_features import all_calls, pass_features
 from trainer_rank.executor.sample_passes import SamplePasses
-from trainer_rank.memory import Envelope, PassFeatures, Price, Recompute, TracedPass, solve
+from trainer_rank.memory import Envelope, PassFeatures, Price, Recompute, TracedPass, category_names, solve
 from trainer_rank.planner import PassWork
 from trainer_rank.runtime import Runtime
 
@@ -29,6 +29,9 @@ MOST_BELOW: Final = 0.001
 
 MOST_ABOVE: Final = 0.01
 """Share of the traced peak by which it may exceed it."""
+
+DRY_RUNS_FIRST: Final = 12
+"""Shapes run dry before an envelope is made: about as long as making it takes."""
 
 # Rows per chunk in the traced passes: small, so that they have several.
 _SAMPLE_CHUNK_ROWS: Final = 48
@@ -52,6 +55,7 @@ class EnvelopePricer:
         caller_bytes_per_token: Declared peak of the caller's own loss, in bytes per logical token of a pass, beyond
             the built-in losses that the traces include.
         store: Keeps envelopes across processes; None keeps them in this one.
+        dry_runs_first: Shapes of one signature to run dry before an envelope is made for it.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class EnvelopePricer:
         head_chunk_rows: int,
         caller_bytes_per_token: int,
         store: EnvelopeStore | None = None,
+        dry_runs_first: int = DRY_RUNS_FIRST,
     ) -> None:
         self._runtime = runtime
         self._head_chunk_rows = head_chunk_rows
@@ -69,6 +74,8 @@ class EnvelopePricer:
         self._dry = DryRunPricer(
             runtime, head_chunk_rows=head_chunk_rows, caller_bytes_per_token=caller_bytes_per_token
         )
+        self._dry_runs_first = dry_runs_first
+        self._shapes: dict[_Signature, set[str]] = {}
         self._envelopes: dict[_Signature, Envelope | None] = {}
 
     def price(self, work: PassWork) -> Price:
@@ -106,14 +113,31 @@ class EnvelopePricer:
         # Without anything scored the model does not run, and a dry run is over at once.
         if not work.head.num_rows:
             return None
+        signature = _Signature(self._runtime.recompute, work.no_grad, work.adapter)
+        if signature in self._envelopes:
+            return self._envelopes[signature]
+        found = self._load(signature) if signature not in self._shapes else None
+        if found is not None:
+            self._envelopes[signature] = found.with_caller(self._caller_bytes_per_token)
+            return self._envelopes[signature]
+        shapes = self._shapes.setdefault(signature, set())
+        shapes.add(work.shape_key)
+        # Both give the same bytes. A few shapes are run dry sooner than an envelope is made; made once as much time
+        # has gone into dry runs as it takes, it never costs more than twice what the better choice would have.
+        if len(shapes) <= self._dry_runs_first:
+            return None
         return self.envelope(no_grad=work.no_grad, adapter=work.adapter)
 
+    def _facts(self, signature: _Signature) -> dict[str, object]:
+        return {"signature": repr(signature), "runtime": self._runtime.signature}
+
+    def _load(self, signature: _Signature) -> Envelope | None:
+        return None if self._store is None else self._store.load(self._facts(signature))
+
     def _load_or_make(self, signature: _Signature) -> Envelope | None:
-        facts = {"signature": repr(signature), "runtime": self._runtime.signature}
-        if self._store is not None:
-            found = self._store.load(facts)
-            if found is not None:
-                return found
+        found = self._load(signature)
+        if found is not None:
+            return found
         try:
             made = make_envelope(self._runtime, no_grad=signature.no_grad, adapter=signature.adapter)
         except EnvelopeError as error:
@@ -125,7 +149,7 @@ class EnvelopePricer:
             )
             return None
         if self._store is not None:
-            self._store.save(facts, made)
+            self._store.save(self._facts(signature), made)
         return made
 
 
@@ -151,9 +175,7 @@ def make_envelope(runtime: Runtime, *, no_grad: bool = False, adapter: str | Non
         *(traced(work, both=True) for work in samples.counting()),
         *(traced(work, both=False) for work in samples.calls()),
     ]
-    kept = "checkpointed inputs" if runtime.recompute == "full" else "activations"
-    categories = (kept, "recomputed activations", "temporaries", "head", "gradients", "caller's loss")
-    envelope = solve(passes, num_layers=depth, categories=categories)
+    envelope = solve(passes, num_layers=depth, categories=category_names(runtime.recompute))
     for work in samples.held_out():
         _check(envelope, all_calls(runtime, work, head_chunk_rows=_SAMPLE_CHUNK_ROWS), dry.price(work))
     return envelope

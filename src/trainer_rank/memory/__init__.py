@@ -5,8 +5,9 @@ from trainer_rank.memory.envelope import Envelope, Moment
 from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls
-from trainer_rank.memory.price import Observation, Price, Term, combine
+from trainer_rank.memory.price import Observation, Price, Term, combine, itemised
 from trainer_rank.memory.solve import TracedPass, solve
+from trainer_rank.memory.stretches import category_names, stretches_at_depth
 from trainer_rank.memory.trace import CallMark, Event, Instant, Mark, Timeline, Trace, fold
 
 __all__ = [
@@ -30,9 +31,12 @@ __all__ = [
     "Trace",
     "TracedPass",
     "UpperBound",
+    "category_names",
     "combine",
     "extrapolate_layers",
     "fold",
+    "itemised",
     "largest_calls",
     "solve",
+    "stretches_at_depth",
 ]

@@ -24,10 +24,13 @@ from numpy.typing import NDArray
 from trainer_rank.errors import EnvelopeError
 from trainer_rank.memory.bounds import LowerBound, UpperBound
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, PassFeatures
-from trainer_rank.memory.price import Price, Term
+from trainer_rank.memory.price import Price, itemised
 
 COLUMNS = ("one", *TOTALS, *CALL_SIZES)
 """What the coefficients multiply."""
+
+CALLER_PHASES = ("loss", "backward", "recompute")
+"""Phases during which the caller's loss is alive."""
 
 _NUM_TOTALS = 1 + len(TOTALS)
 
@@ -89,15 +92,10 @@ class Envelope:
             if found.max() > best:
                 best, number, row = int(found.max()), numbers[int(found.argmax())], one
         best_moment = self.moments[number]
-        shares = (best_moment.terms @ row).tolist()
-        return Price(
-            required_bytes=best,
-            retained_bytes=min(best, int(self.retained @ whole)),
-            terms=tuple(
-                Term(name=name, num_bytes=share)
-                for name, share in zip(self.categories, shares, strict=True)
-                if share or name == self.categories[0]
-            ),
+        return itemised(
+            self.categories,
+            (best_moment.terms @ row).tolist(),
+            retained_bytes=int(self.retained @ whole),
             phase=best_moment.phase,
             layer=best_moment.layer,
         )
@@ -134,7 +132,7 @@ class Envelope:
         column, category = COLUMNS.index("logical_tokens"), len(self.categories) - 1
         moments = []
         for moment in self.moments:
-            if moment.phase in ("loss", "backward", "recompute"):
+            if moment.phase in CALLER_PHASES:
                 terms = moment.terms.copy()
                 terms[category, column] += bytes_per_token
                 moment = replace(moment, terms=terms)

@@ -42,6 +42,21 @@ class Price:
         return max(self.terms, key=lambda term: term.num_bytes)
 
 
+def itemised(
+    names: Sequence[str], shares: Sequence[int], *, retained_bytes: int, phase: str, layer: int | None
+) -> Price:
+    """Return a price from its shares by name; shares of nothing are left out."""
+    terms = tuple(Term(name=name, num_bytes=share) for name, share in zip(names, shares, strict=True) if share)
+    required = sum(shares)
+    return Price(
+        required_bytes=required,
+        retained_bytes=min(required, retained_bytes),
+        terms=terms or (Term(name=names[0], num_bytes=0),),
+        phase=phase,
+        layer=layer,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
     """What one executed pass was measured to need, joined with what it was.

@@ -19,9 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_rank.errors import EnvelopeError
-from trainer_rank.memory.envelope import COLUMNS, Envelope, Moment, prune
+from trainer_rank.memory.envelope import CALLER_PHASES, COLUMNS, Envelope, Moment, prune
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures
-from trainer_rank.memory.stretches import NUM_CATEGORIES, TEMPORARY, Stretch, StretchKey, stretches
+from trainer_rank.memory.stretches import (
+    NUM_CATEGORIES,
+    TEMPORARY,
+    Stretch,
+    StretchKey,
+    stretches,
+    stretches_at_depth,
+)
 from trainer_rank.memory.trace import Trace
 
 # Logical tokens cost nothing by themselves; only a caller's declaration gives them a price.
@@ -33,8 +40,6 @@ _OPENING: Final = frozenset({"single", "root", "buffers"})
 
 _EXACT: Final = 1e-6
 """Relative residual up to which a solution counts as exact."""
-
-_CALLER_PHASES: Final = ("loss", "backward", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,11 +69,15 @@ def solve(passes: Sequence[TracedPass], *, num_layers: int, categories: tuple[st
         EnvelopeError: The traces are too few, or their live bytes are not affine in the features.
     """
     assert len(categories) == NUM_CATEGORIES, "one name per category"
-    by_depth = [(traced.features, _at_depth(traced, num_layers)) for traced in passes if traced.deeper is not None]
+    by_depth = [
+        (traced.features, stretches_at_depth(traced.shallow, traced.deeper, num_layers))
+        for traced in passes
+        if traced.deeper is not None
+    ]
     shallow = [(traced.features, list(stretches(traced.shallow))) for traced in passes]
     moments = [*_between_calls(by_depth, num_layers), *_inside_calls(by_depth, shallow, num_layers)]
-    with_caller = [moment for moment in moments if moment.phase in _CALLER_PHASES]
-    others = [moment for moment in moments if moment.phase not in _CALLER_PHASES]
+    with_caller = [moment for moment in moments if moment.phase in CALLER_PHASES]
+    others = [moment for moment in moments if moment.phase not in CALLER_PHASES]
     return Envelope(
         categories=categories,
         moments=(*prune(others), *(prune(with_caller) if with_caller else ())),
@@ -77,25 +86,6 @@ def solve(passes: Sequence[TracedPass], *, num_layers: int, categories: tuple[st
 
 
 _Sampled = Sequence[tuple[PassFeatures, Sequence[Stretch]]]
-
-
-def _at_depth(traced: TracedPass, num_layers: int) -> list[Stretch]:
-    """Return the stretches of a pass at the full depth, extrapolated from two."""
-    assert traced.deeper is not None
-    low, high = list(stretches(traced.shallow)), list(stretches(traced.deeper))
-    span, beyond = traced.deeper.num_layers - traced.shallow.num_layers, num_layers - traced.deeper.num_layers
-    if span == 0:
-        return high
-    if [(s.key, s.number, len(s.live)) for s in low] != [(s.key, s.number, len(s.live)) for s in high]:
-        raise EnvelopeError("a pass makes other allocations at another depth")
-    return [
-        replace(
-            above,
-            live=above.live + (above.live - below.live) * beyond // span,
-            left=above.left + (above.left - below.left) * beyond // span,
-        )
-        for below, above in zip(low, high, strict=True)
-    ]
 
 
 def _between_calls(samples: _Sampled, num_layers: int) -> Iterable[Moment]:
@@ -263,8 +253,7 @@ def _moment(
         terms[:, COLUMNS.index(name)] = by_category
     if constant is not None:
         terms[:, 0] += constant
-    layer = None if not key.end else 0 if key.end == "first" else num_layers - 1
-    return Moment(phase=key.phase, layer=layer, call=key.call, terms=terms)
+    return Moment(phase=key.phase, layer=key.layer(num_layers), call=key.call, terms=terms)
 
 
 def _name(key: StretchKey) -> str:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer_rank.errors import EnvelopeError
+from trainer_rank.memory.facts import Recompute
 from trainer_rank.memory.trace import CallMark, Event, Mark, Trace
 
 KEPT: Final = 0
@@ -26,6 +28,12 @@ HEAD: Final = 3
 GRADIENT: Final = 4
 CALLER: Final = 5
 NUM_CATEGORIES: Final = 6
+
+
+def category_names(recompute: Recompute) -> tuple[str, ...]:
+    """Return the names of the categories as terms of a price."""
+    kept = "checkpointed inputs" if recompute == "full" else "activations"
+    return (kept, "recomputed activations", "temporaries", "head", "gradients", "caller's loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,10 @@ class StretchKey:
     visit: int
     part: int
     call: str = ""
+
+    def layer(self, num_layers: int) -> int | None:
+        """Return the decoder layer it lies in, None outside layers."""
+        return None if not self.end else 0 if self.end == "first" else num_layers - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +105,31 @@ def stretches(trace: Trace) -> Iterator[Stretch]:
             key, number = _enter(key, number, step)
     if key is not None:
         yield Stretch(key, number, np.array(curve), live.copy())
+
+
+def stretches_at_depth(shallow: Trace, deeper: Trace, num_layers: int) -> list[Stretch]:
+    """Return the stretches of a pass through ``num_layers`` layers from its traces at two smaller depths.
+
+    At the first and the last layer of a phase, and outside layers, live bytes are affine in the depth. Two traces of
+    one depth are that depth's own.
+
+    Raises:
+        EnvelopeError: The pass makes other allocations at another depth.
+    """
+    low, high = list(stretches(shallow)), list(stretches(deeper))
+    span, beyond = deeper.num_layers - shallow.num_layers, num_layers - deeper.num_layers
+    if span == 0:
+        return high
+    if [(s.key, s.number, len(s.live)) for s in low] != [(s.key, s.number, len(s.live)) for s in high]:
+        raise EnvelopeError("a pass makes other allocations at another depth")
+    return [
+        replace(
+            above,
+            live=above.live + (above.live - below.live) * beyond // span,
+            left=above.left + (above.left - below.left) * beyond // span,
+        )
+        for below, above in zip(low, high, strict=True)
+    ]
 
 
 def _enter(key: StretchKey, number: int, call: CallMark) -> tuple[StretchKey, int]:

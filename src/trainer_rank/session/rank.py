@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer_rank.admission import Admission
-from trainer_rank.executor.dry_run import DryRunPricer
+from trainer_rank.executor.envelope_pricer import EnvelopePricer
+from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
 from trainer_rank.executor.oom import map_out_of_memory
 from trainer_rank.executor.run import PassResult, run_forward
 from trainer_rank.executor.self_test import self_test
@@ -82,8 +83,11 @@ class TrainerRank:
         self._layout = layout
         self._on_decision = on_decision
         self._optimizer = Optimizer(runtime.trainable_parameters())
-        self._pricer = DryRunPricer(
-            runtime, head_chunk_rows=head_chunk_rows, caller_bytes_per_token=caller_bytes_per_token
+        self._pricer = EnvelopePricer(
+            runtime,
+            head_chunk_rows=head_chunk_rows,
+            caller_bytes_per_token=caller_bytes_per_token,
+            store=EnvelopeStore(default_folder()),
         )
         self._gate = Gate(
             runtime,

@@ -69,7 +69,7 @@ def test_a_request_that_cannot_fit_alone_is_refused_before_anything_runs(new_ran
     assert error.admission is not None
     assert error.short_bytes == error.admission.charged_bytes - error.admission.budget.available_bytes > 0
     assert error.term == error.admission.largest_term.name
-    for part in ("Nothing ran", "kept for backward", "short", "Set recompute='full'"):
+    for part in ("Nothing ran", "activations", "short", "Set recompute='full'"):
         assert part in str(error)
     assert error.__cause__ is None
     assert forwards(rank) == 0

@@ -39,6 +39,7 @@ def test_live_bytes_stay_flat_over_many_micro_batches(new_rank: NewRank, meter: 
         live.append(reading.allocated_bytes)
         return reading
 
+    gc.collect()  # What other tests left behind would be freed half-way.
     rank = new_rank(meter=BentMeter(meter, look))
     for step in range(30):
         batch = [one for part in range(5) for one in completions([2, 3], prompt=4, seed=1000 * step + 10 * part)]
