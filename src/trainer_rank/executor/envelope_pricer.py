@@ -128,6 +128,10 @@ class EnvelopePricer:
             return None
         return self.envelope(no_grad=work.no_grad, adapter=work.adapter)
 
+    def facts(self, *, no_grad: bool = False, adapter: str | None = None) -> dict[str, object]:
+        """Return what an envelope is stored under."""
+        return self._facts(_Signature(self._runtime.recompute, no_grad, adapter))
+
     def _facts(self, signature: _Signature) -> dict[str, object]:
         return {"signature": repr(signature), "runtime": self._runtime.signature}
 

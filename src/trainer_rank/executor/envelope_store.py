@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import numpy as np
 
-import trainer_rank
 from trainer_rank.memory import Envelope, Moment
 from trainer_rank.memory.envelope import COLUMNS
 
@@ -82,7 +81,7 @@ class EnvelopeStore:
 @cache
 def _code_digest() -> str:
     """Digest of the source that decides what a pass allocates and how that is solved for."""
-    root = Path(trainer_rank.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=16)
     for package in _CODE:
         for path in sorted((root / package).rglob("*.py")):

@@ -14,6 +14,7 @@ Where the coefficients come from: ``memory.solve``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -107,12 +108,12 @@ class Envelope:
             totals[:, 1:] = [candidate.totals for candidate in candidates]
         _, matrix = self._of("")
         best: NDArray[np.int64] = _largest(totals, matrix[:, :_NUM_TOTALS])
-        owners: dict[str, list[int]] = {}
-        sizes: dict[str, list[tuple[int, ...]]] = {}
+        owners: dict[str, list[int]] = defaultdict(list)
+        sizes: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         for number, candidate in enumerate(candidates):
             for call in candidate.calls:
-                owners.setdefault(call.kind, []).append(number)
-                sizes.setdefault(call.kind, []).append(call.sizes)
+                owners[call.kind].append(number)
+                sizes[call.kind].append(call.sizes)
         for kind, owner in owners.items():
             _, matrix = self._of(kind)
             rows = np.concatenate([totals[owner], np.array(sizes[kind], dtype=np.int64)], axis=1)
@@ -162,11 +163,10 @@ class Envelope:
 
 def _largest(rows: NDArray[np.int64], matrix: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return (N,) the largest product of each row (N, D) with any row of ``matrix`` (M, D)."""
-    # One column of results per moment: integer matrix products are not blocked, and N x M need not exist at once.
-    best: NDArray[np.int64] = rows @ matrix[0]
-    for moment in matrix[1:]:
-        np.maximum(best, rows @ moment, out=best)
-    return best
+    # In float64, whose products are blocked and whose whole numbers are exact up to 8 PiB.
+    products = rows.astype(np.float64) @ matrix.T.astype(np.float64)
+    largest: NDArray[np.int64] = products.max(1).astype(np.int64)
+    return largest
 
 
 def prune(moments: Sequence[Moment]) -> tuple[Moment, ...]:

@@ -9,6 +9,7 @@ than another are dropped.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -39,11 +40,14 @@ class Call:
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes, in the order of ``CALL_SIZES``."""
-        return tuple(getattr(self, name) for name in CALL_SIZES)
+        found: tuple[int, ...] = _SIZES(self)
+        return found
 
 
 CALL_SIZES: Final = tuple(field.name for field in fields(Call) if field.name != "kind")
 """Names of a call's sizes."""
+
+_SIZES: Final = attrgetter(*CALL_SIZES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +77,14 @@ class PassFeatures:
     @property
     def totals(self) -> tuple[int, ...]:
         """The counts of the whole pass, in the order of ``TOTALS``."""
-        return tuple(getattr(self, name) for name in TOTALS)
+        found: tuple[int, ...] = _TOTALS(self)
+        return found
 
 
 TOTALS: Final = tuple(field.name for field in fields(PassFeatures) if field.name != "calls")
 """Names of the counts of a whole pass."""
+
+_TOTALS: Final = attrgetter(*TOTALS)
 
 
 def largest_calls(calls: tuple[Call, ...]) -> tuple[Call, ...]:
