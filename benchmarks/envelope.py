@@ -135,9 +135,8 @@ def compare(kind: Kind, seed: int) -> tuple[float, float, int]:
 def time_eight_billion() -> dict[str, float]:
     model = eight_billion() if not quick() else small(KINDS[0])
     with tempfile.TemporaryDirectory() as folder:
-        pricer = EnvelopePricer(
-            model, head_chunk_rows=512, caller_bytes_per_token=256, store=EnvelopeStore(Path(folder))
-        )
+        store = EnvelopeStore(Path(folder))
+        pricer = EnvelopePricer(model, head_chunk_rows=512, caller_bytes_per_token=256, store=store)
         started = time.perf_counter()
         envelope = pricer.envelope()
         build_seconds = time.perf_counter() - started
