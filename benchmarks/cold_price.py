@@ -18,12 +18,12 @@ pin_threads(2)
 
 import gc  # noqa: E402
 import statistics  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from _passes import EVERY_PROJECTION, Case, cases, requests, runtime  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from _profiled import profiled_peak  # noqa: E402
 
 from trainer_rank import LoraConfig, Request, TrainerRank, TransformersRuntime  # noqa: E402
 from trainer_rank.meters import Meter, open_meter  # noqa: E402
@@ -55,18 +55,6 @@ def rank_for(model: TransformersRuntime, meter: Meter) -> TrainerRank:
     """Return a rank that charges nothing for a caller beyond the loss it runs."""
     rows = HEAD_CHUNK_ROWS[model.facts.num_layers % 2]
     return TrainerRank(model, meter=meter, head_chunk_rows=rows, caller_bytes_per_token=0, verify_backend=False)
-
-
-def profiled_peak(run: Callable[[], object]) -> int:
-    """Return the peak of the profiler's allocator events over ``run``."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    found = profiler.profiler
-    if found is None or found.kineto_results is None:
-        raise AssertionError("the profiler returned nothing")
-    events = [event for event in found.kineto_results.events() if event.name() == "[memory]"]
-    changes = np.array([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
-    return int(np.cumsum(changes).max(initial=0))
 
 
 def profile_cases(chosen: Sequence[Case]) -> list[float]:
