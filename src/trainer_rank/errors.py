@@ -4,6 +4,7 @@
     ├── RequestError (ValueError)         a request is malformed: field, rule, value, next step
     ├── ConfigError (ValueError)          a configuration is malformed
     ├── DataError (ValueError)            a data file is malformed: path, line, column
+    ├── SnapshotError (ValueError)        a snapshot of the CUDA allocator cannot be read or replayed
     ├── UnsupportedModelError             a model (or one of its layers) cannot be honoured: layer, reason
     ├── SelfTestError (RuntimeError)      packed and alone disagree on this backend; nothing was trained
     ├── BackwardError (RuntimeError)      backward was asked of a pass that can no longer give it
@@ -65,6 +66,10 @@ class DataError(TrainerRankError, ValueError):
         self.path = path
         self.line = line
         self.column = column
+
+
+class SnapshotError(TrainerRankError, ValueError):
+    """A snapshot of the CUDA allocator is malformed, or holds something else than plain data; the message says what."""
 
 
 class UnsupportedModelError(TrainerRankError):

@@ -1,11 +1,21 @@
 """What a pass costs. Pure records and arithmetic; no torch, no live model."""
 
+from trainer_rank.memory.allocator import CachingAllocator, ReplayedPeak, replay
+from trainer_rank.memory.allocator_rules import AllocatorOutOfMemoryError, AllocatorSettings, SegmentEvent
 from trainer_rank.memory.bounds import LowerBound, UpperBound
 from trainer_rank.memory.envelope import Envelope, Moment
 from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls
 from trainer_rank.memory.price import Observation, Price, Term, combine, itemised
+from trainer_rank.memory.snapshot import (
+    HistoryEntry,
+    Snapshot,
+    SnapshotCheck,
+    check_history,
+    load_snapshot,
+    parse_snapshot,
+)
 from trainer_rank.memory.solve import TracedPass, solve
 from trainer_rank.memory.stretches import category_names, stretches_at_depth
 from trainer_rank.memory.trace import CallMark, Event, Instant, Mark, Timeline, Trace, fold
@@ -13,10 +23,14 @@ from trainer_rank.memory.trace import CallMark, Event, Instant, Mark, Timeline, 
 __all__ = [
     "CALL_SIZES",
     "TOTALS",
+    "AllocatorOutOfMemoryError",
+    "AllocatorSettings",
+    "CachingAllocator",
     "Call",
     "CallMark",
     "Envelope",
     "Event",
+    "HistoryEntry",
     "Instant",
     "LowerBound",
     "Mark",
@@ -26,17 +40,25 @@ __all__ = [
     "PassFeatures",
     "Price",
     "Recompute",
+    "ReplayedPeak",
+    "SegmentEvent",
+    "Snapshot",
+    "SnapshotCheck",
     "Term",
     "Timeline",
     "Trace",
     "TracedPass",
     "UpperBound",
     "category_names",
+    "check_history",
     "combine",
     "extrapolate_layers",
     "fold",
     "itemised",
     "largest_calls",
+    "load_snapshot",
+    "parse_snapshot",
+    "replay",
     "solve",
     "stretches_at_depth",
 ]
