@@ -26,6 +26,7 @@ from trainer_rank.memory import (
 )
 from trainer_rank.memory.envelope import CALLER_PHASES
 from trainer_rank.memory.stretches import CALLER, NUM_CATEGORIES
+from trainer_rank.meters.simulated_device import paused
 from trainer_rank.planner import PassWork
 from trainer_rank.runtime import Runtime
 
@@ -91,7 +92,8 @@ class DryRunPricer:
     def _twin(self, num_layers: int) -> tuple[Runtime, _Relay]:
         key = (num_layers, self._runtime.recompute)
         if key not in self._twins:
-            twin, relay = self._runtime.twin(num_layers), _Relay()
+            with paused():
+                twin, relay = self._runtime.twin(num_layers), _Relay()
             twin.observe(relay)
             self._twins[key] = twin, relay
         return self._twins[key]
@@ -102,7 +104,8 @@ class DryRunPricer:
         recorder = AllocationRecorder(_META, twin.stands_for)
         relay.recorder = recorder
         try:
-            with recorder:
+            # On a simulated device, too, a dry run allocates nothing.
+            with paused(), recorder:
                 self._step(twin, work, recorder)
         finally:
             relay.recorder = None

@@ -130,6 +130,38 @@ class TransformersRuntime(Runtime):
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
         return cls(model if lora is None else get_peft_model(model, copy.deepcopy(lora)), recompute=recompute)
 
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        *,
+        lora: LoraConfig | None = None,
+        recompute: Recompute = "full",
+        dtype: str | torch.dtype = torch.bfloat16,
+        stands_for: str | torch.device = "cuda",
+    ) -> TransformersRuntime:
+        """Build a model without weights, on ``meta``, to price its passes or to run it on a simulated device.
+
+        Args:
+            config: The library's configuration object, or a local folder that holds one.
+            lora: PEFT's LoRA configuration; None trains every parameter.
+            recompute: As in the constructor.
+            dtype: Parameter dtype.
+            stands_for: Device whose kernels a real model would run.
+        """
+        if isinstance(config, str | Path):
+            config = transformers.AutoConfig.from_pretrained(config)
+        check_supported(config)
+        if lora is not None:
+            check_adapter(lora)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
+            )
+            if lora is not None:
+                model = get_peft_model(model, copy.deepcopy(lora))
+        return cls(model, recompute=recompute, stands_for=torch.device(stands_for))
+
     @property
     def facts(self) -> ModelFacts:
         return self._facts

@@ -16,7 +16,7 @@ class StepOutcome:
     """What an optimizer step did.
 
     Attributes:
-        grad_norm: Norm of the whole gradient before clipping.
+        grad_norm: Norm of the whole gradient before clipping; 0 on ``meta``, where there are no data.
         lr: Learning rate used.
         skipped: True when the gradient was not finite and the step was left out.
     """
@@ -47,7 +47,7 @@ class Optimizer:
             warnings.warn(f"the gradient norm is {norm}; this step is skipped", RuntimeWarning, stacklevel=3)
             self.zero_grad()
             return StepOutcome(grad_norm=norm, lr=lr, skipped=True)
-        adam = torch.optim.AdamW(self._parameters, lr=lr, fused=True) if self._adam is None else self._adam
+        adam = self._new(lr) if self._adam is None else self._adam
         for group in adam.param_groups:
             group.update(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         adam.step()
@@ -63,6 +63,18 @@ class Optimizer:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def _new(self, lr: float) -> torch.optim.AdamW:
+        # The fused kernel does not exist on ``meta``; one tensor at a time comes closest to its memory.
+        if self._is_meta:
+            return torch.optim.AdamW(self._parameters, lr=lr, foreach=False)
+        return torch.optim.AdamW(self._parameters, lr=lr, fused=True)
+
+    @property
+    def _is_meta(self) -> bool:
+        return any(parameter.is_meta for parameter in self._parameters)
+
     def _clip(self, max_grad_norm: float | None) -> float:
         limit = math.inf if max_grad_norm is None else max_grad_norm
-        return float(torch.nn.utils.clip_grad_norm_(self._parameters, limit))
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
+        # Without data there is no norm; 0 stands for it.
+        return 0.0 if norm.is_meta else float(norm)
