@@ -26,6 +26,7 @@ from trainer_rank.session.candidates import Candidate, Candidates
 from trainer_rank.session.gate import Gate, budget_of, no_price
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
+from trainer_rank.session.planned import PlannedPass
 from trainer_rank.session.units import check_requests, plan_order
 
 HEAD_CHUNK_ROWS: Final = 512
@@ -142,6 +143,26 @@ class TrainerRank:
                           RuntimeWarning, stacklevel=2)  # fmt: skip
         return self._iterate(flat, rule)
 
+    def plan(self, requests: Any) -> tuple[PlannedPass, ...]:
+        """Return the micro-batches that ``forward_micro_batches`` would make of the requests now; nothing runs.
+
+        Args:
+            requests: As for ``forward_micro_batches``.
+
+        Raises:
+            RequestError: A request is malformed for this model.
+            TrainerRankMemoryError: A request cannot fit alone.
+        """
+        flat = flatten(requests)
+        check_requests(flat.leaves, self.runtime.facts)
+        groups, plans, split = self._plan(flat)
+        budget, pending = self._gate.read_budget(), self._gate.pending(split=split)
+        return tuple(
+            PlannedPass.of(*group.admission(start, stop, budget, pending))
+            for group, ranges in zip(groups, plans, strict=True)
+            for start, stop in ranges
+        )
+
     def optim_step(
         self,
         *,
@@ -177,7 +198,8 @@ class TrainerRank:
 
     # -- planning ------------------------------------------------------------------------------------------------
 
-    def _iterate(self, flat: Flat, rule: Normaliser) -> Iterator[MicroBatch]:
+    def _plan(self, flat: Flat) -> tuple[list[Candidates], list[list[tuple[int, int]]], bool]:
+        """Return the groups of units, the ranges planned for each, and whether there is more than one range."""
         groups = [
             Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)
             for units in plan_order(flat)
@@ -185,7 +207,10 @@ class TrainerRank:
         split = len(groups) > 1
         budget = self._gate.read_budget()
         plans = [self._gate.plan(flat, group, 0, budget, split=split) for group in groups]
-        split = split or sum(len(plan) for plan in plans) > 1
+        return groups, plans, split or sum(len(plan) for plan in plans) > 1
+
+    def _iterate(self, flat: Flat, rule: Normaliser) -> Iterator[MicroBatch]:
+        groups, plans, split = self._plan(flat)
         for group, plan in zip(groups, plans, strict=True):
             remaining = list(plan)
             while remaining:
