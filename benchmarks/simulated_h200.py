@@ -1,9 +1,10 @@
 """Qwen3-8B on an H200 that is not there: bytes per packed token whatever is shared, and how long a plan takes.
 
 The setting of a published measurement on a real H200: 8 layers, bfloat16, 16,384 packed tokens, 512-token suffixes,
-sharing ratios 1, 2, 4 and 8 (ours: 1, 1.94, 4.12 and 7.88). There, with another engine (its own packing, head and attention, after warm-up), the peak
-per packed token was 271.2K at ratio 1 and at ratio 8. Ours is the priced peak of new memory of the same packed tokens,
-adapters of rank 16 on every projection, full recompute, the head in chunks of 512 rows.
+sharing ratios 1, 2, 4 and 8 (ours: 1, 1.94, 4.12 and 7.88). There, with another engine (its own packing, head and
+attention, after warm-up), the peak per packed token was 271.2K at ratio 1 and at ratio 8. Ours is the priced peak of
+new memory of the same packed tokens, adapters of rank 16 on every projection, full recompute, the head in chunks of 512
+rows.
 
 Figures: ``bytes_per_token_1`` ... ``_8``, ``flatness`` (largest over smallest, less 1), ``simulated_error`` (largest
 difference of the price from the peak on the simulated device's counters, as a share), ``plan_seconds`` (the whole
