@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trainer_rank import __version__
+from trainer_rank.cli.plan import plan
 from trainer_rank.cli.train import train
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("train")(train)
+app.command("plan")(plan)
 
 
 def _print_version(wanted: bool) -> None:

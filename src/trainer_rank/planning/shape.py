@@ -1,0 +1,64 @@
+"""Requests by their lengths alone: ``groups=2 g=8 system=2048 prompt=8192 completion=512``. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from trainer_rank.errors import ConfigError
+from trainer_rank.requests import Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Groups of completions, each group with a prompt of its own behind a system prompt that all share.
+
+    Attributes:
+        groups: Groups, at least 1.
+        g: Completions per group, at least 1.
+        system: Tokens all requests begin with.
+        prompt: Further tokens that a group shares.
+        completion: Trained tokens of each request, at least 1.
+    """
+
+    groups: int = 1
+    g: int = 1
+    system: int = 0
+    prompt: int = 0
+    completion: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Return the shape a text of ``key=value`` words describes.
+
+        Raises:
+            ConfigError: A word is malformed, unknown or given twice, or a number breaks its rule.
+        """
+        known = [field.name for field in fields(cls)]
+        found: dict[str, int] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if not equals or name not in known:
+                raise ConfigError(f"shape takes words key=number with the keys {', '.join(known)}, got {word!r}")
+            if name in found:
+                raise ConfigError(f"shape.{name} must be given once, got it again in {word!r}")
+            least = 0 if name in ("system", "prompt") else 1
+            if not value.isascii() or not value.isdigit() or int(value) < least:
+                raise ConfigError(f"shape.{name} must be a whole number of at least {least}, got {value!r}")
+            found[name] = int(value)
+        if "completion" not in found:
+            raise ConfigError(f"shape must say completion=<tokens>, got {text!r}")
+        return cls(**found)
+
+    def requests(self, vocabulary_size: int) -> list[Request]:
+        """Return the requests, with random tokens that share what the shape says."""
+        draw = np.random.default_rng(0)
+        start = draw.integers(0, vocabulary_size, self.system)
+        made = []
+        for _ in range(self.groups):
+            prompt = np.concatenate([start, draw.integers(0, vocabulary_size, self.prompt)])
+            for _ in range(self.g):
+                row = np.concatenate([prompt, draw.integers(0, vocabulary_size, self.completion)])
+                made.append(Request.next_token(row, trained=np.arange(row.size) >= prompt.size))
+        return made
