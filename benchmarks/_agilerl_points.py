@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from trainer_rank.meters.devices import Device, find_device
+
 FOLDER: Final = Path(__file__).resolve().parent / "data" / "agilerl"
 
 _MIB: Final = 1 << 20
@@ -17,19 +19,8 @@ ENGINE_BYTES: Final = 700 * _MIB
 """What AgileRL's formulas take a sleeping engine to hold beside the CUDA context, on every device."""
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What kernels and the driver allocate by: AgileRL measured the contexts, torch 2.11 with CUDA 13.0."""
-
-    name: str
-    multiprocessors: int
-    context_bytes: int
-
-
-DEVICES: Final = {
-    "NVIDIA A100-SXM4-40GB": Device("A100", 108, 501 * _MIB),
-    "NVIDIA L4": Device("L4", 58, 226 * _MIB),
-}
+DEVICES: Final = {name: find_device(name) for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA L4")}
+"""AgileRL measured their contexts, torch 2.11 with CUDA 13.0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
