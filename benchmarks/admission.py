@@ -43,9 +43,9 @@ from trainer_rank import Request, TrainerRank, TrainerRankMemoryError, Transform
 from trainer_rank.memory import Price, Term  # noqa: E402
 from trainer_rank.meters import Meter, open_meter  # noqa: E402
 
-WORKLOADS = 12 if quick() else 270
-CHILDREN, PER_CHILD = (1, 2) if quick() else (3, 10)
-SAMPLE = 2 if quick() else 24
+WORKLOADS = 3 if quick() else 270
+CHILDREN, PER_CHILD = (1, 1) if quick() else (3, 10)
+SAMPLE = 1 if quick() else 24
 SHAPES = ("single", "tiny", "labels", "apart", "flat", "ragged", "wide", "chain", "random")
 MIB = 1024**2
 

@@ -35,7 +35,7 @@ from trainer_rank.memory import PassFeatures, Recompute, fold  # noqa: E402
 from trainer_rank.planner import PassWork, pass_work  # noqa: E402
 
 EVERY_PROJECTION = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PASSES = 6 if quick() else 300
+PASSES = 3 if quick() else 300
 CHUNK_ROWS = 64
 VOCABULARY = 700
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -168,7 +168,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     figures = time_eight_billion()
     below, above, uncovered = [], [], 0
-    for seed, kind in enumerate(KINDS[:2] if quick() else KINDS):
+    for seed, kind in enumerate(KINDS[1:2] if quick() else KINDS):
         worst_below, worst_above, missing = compare(kind, seed)
         below.append(worst_below)
         above.append(worst_above)

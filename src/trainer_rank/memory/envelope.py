@@ -14,7 +14,6 @@ Where the coefficients come from: ``memory.solve``.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from trainer_rank.errors import EnvelopeError
 from trainer_rank.memory.bounds import LowerBound, UpperBound
-from trainer_rank.memory.features import CALL_SIZES, TOTALS, PassFeatures
+from trainer_rank.memory.features import CALL_SIZES, TOTALS, PassFeatures, call_sizes
 from trainer_rank.memory.price import Price, itemised
 
 COLUMNS = ("one", *TOTALS, *CALL_SIZES)
@@ -108,16 +107,17 @@ class Envelope:
             totals[:, 1:] = [candidate.totals for candidate in candidates]
         _, matrix = self._of("")
         best: NDArray[np.int64] = _largest(totals, matrix[:, :_NUM_TOTALS])
-        owners: dict[str, list[int]] = defaultdict(list)
-        sizes: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-        for number, candidate in enumerate(candidates):
-            for call in candidate.calls:
-                owners[call.kind].append(number)
-                sizes[call.kind].append(call.sizes)
-        for kind, owner in owners.items():
-            _, matrix = self._of(kind)
-            rows = np.concatenate([totals[owner], np.array(sizes[kind], dtype=np.int64)], axis=1)
-            np.maximum.at(best, owner, _largest(rows, matrix))
+        calls = [call for candidate in candidates for call in candidate.calls]
+        owners = np.repeat(np.arange(len(candidates)), [len(candidate.calls) for candidate in candidates])
+        sizes = call_sizes(calls)
+        # Numbered in the order they are met; a kind that was never traced raises when its moments are asked for.
+        codes: dict[str, int] = {}
+        kind = np.fromiter((codes.setdefault(call.kind, len(codes)) for call in calls), np.int64, len(calls))
+        for name, code in codes.items():
+            _, matrix = self._of(name)
+            chosen = kind == code
+            owner = owners[chosen]
+            np.maximum.at(best, owner, _largest(np.hstack([totals[owner], sizes[chosen]]), matrix))
         return best
 
     def at_least(self, features: PassFeatures) -> LowerBound:

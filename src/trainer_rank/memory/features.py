@@ -8,7 +8,9 @@ than another are dropped.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from operator import attrgetter
 from typing import Final
 
@@ -85,6 +87,12 @@ TOTALS: Final = tuple(field.name for field in fields(PassFeatures) if field.name
 """Names of the counts of a whole pass."""
 
 _TOTALS: Final = attrgetter(*TOTALS)
+
+
+def call_sizes(calls: Sequence[Call]) -> NDArray[np.int64]:
+    """Return (N, sizes) int64, the sizes of each call; much faster than a list of their ``sizes``."""
+    flat = np.fromiter(chain.from_iterable(map(_SIZES, calls)), np.int64, len(calls) * len(CALL_SIZES))
+    return flat.reshape(len(calls), len(CALL_SIZES))
 
 
 def largest_calls(calls: tuple[Call, ...]) -> tuple[Call, ...]:
