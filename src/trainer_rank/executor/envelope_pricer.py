@@ -76,7 +76,22 @@ class EnvelopePricer:
         )
         self._dry_runs_first = dry_runs_first
         self._shapes: dict[_Signature, set[str]] = {}
+        # As solved, and with the caller's bytes.
+        self._bare: dict[_Signature, Envelope | None] = {}
         self._envelopes: dict[_Signature, Envelope | None] = {}
+
+    @property
+    def caller_bytes_per_token(self) -> int:
+        """Declared or traced bytes of the caller's own loss, per logical token."""
+        return self._caller_bytes_per_token
+
+    @caller_bytes_per_token.setter
+    def caller_bytes_per_token(self, value: int) -> None:
+        self._caller_bytes_per_token = value
+        self._dry = DryRunPricer(self._runtime, head_chunk_rows=self._head_chunk_rows, caller_bytes_per_token=value)
+        self._envelopes = {
+            signature: None if bare is None else bare.with_caller(value) for signature, bare in self._bare.items()
+        }
 
     def price(self, work: PassWork) -> Price:
         """Return the price of a pass."""
@@ -105,8 +120,7 @@ class EnvelopePricer:
         """Return the envelope in force, made or loaded on first use; None when it failed its check."""
         signature = _Signature(self._runtime.recompute, no_grad, adapter)
         if signature not in self._envelopes:
-            made = self._load_or_make(signature)
-            self._envelopes[signature] = None if made is None else made.with_caller(self._caller_bytes_per_token)
+            self._keep(signature, self._load_or_make(signature))
         return self._envelopes[signature]
 
     def _envelope_for(self, work: PassWork) -> Envelope | None:
@@ -118,7 +132,7 @@ class EnvelopePricer:
             return self._envelopes[signature]
         found = self._load(signature) if signature not in self._shapes else None
         if found is not None:
-            self._envelopes[signature] = found.with_caller(self._caller_bytes_per_token)
+            self._keep(signature, found)
             return self._envelopes[signature]
         shapes = self._shapes.setdefault(signature, set())
         shapes.add(work.shape_key)
@@ -127,6 +141,10 @@ class EnvelopePricer:
         if len(shapes) <= self._dry_runs_first:
             return None
         return self.envelope(no_grad=work.no_grad, adapter=work.adapter)
+
+    def _keep(self, signature: _Signature, made: Envelope | None) -> None:
+        self._bare[signature] = made
+        self._envelopes[signature] = None if made is None else made.with_caller(self._caller_bytes_per_token)
 
     def facts(self, *, no_grad: bool = False, adapter: str | None = None) -> dict[str, object]:
         """Return what an envelope is stored under."""

@@ -7,27 +7,29 @@ and code that needs too much raises the out-of-memory error that the device woul
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter
 
 from trainer_rank.errors import MeterError
 from trainer_rank.memory import AllocatorOutOfMemoryError, AllocatorSettings, CachingAllocator
 from trainer_rank.meters.base import Meter, Reading
 from trainer_rank.meters.devices import Device, find_device
+from trainer_rank.meters.storages import StorageWatch, Vanish, run_without_mode
 from trainer_rank.units import format_bytes, parse_bytes
 
 RESERVE_FRACTION: Final = 0.01
-"""Share of the device kept for what the model of the allocator does not know: rounding, fragmentation, libraries."""
+"""Share of the budget kept for what the model of the allocator does not know: rounding, fragmentation, libraries."""
 
-_META: Final = torch.device("meta")
+_CUBLAS_HANDLES: Final = 2
+"""One of the thread that runs the forward, one of autograd's own (``getCurrentCUDABlasHandle`` pools them by thread);
+each has a workspace."""
+
 _paused = 0
 
 
@@ -48,12 +50,13 @@ class Simulated(Meter):
 
     Args:
         device: Name of a GPU (``meters.devices``), or its memory in bytes as ``parse_bytes`` takes it.
-        memory_budget: Bytes that may be in use, weights included; None is all the device has.
+        memory_budget: Bytes that may be in use on the device, weights included; None is all the device has. From the
+            first ``prepare`` on, the allocator is held to it.
         settings: Of the caching allocator; None is torch's default.
 
     Raises:
         ConfigError: The device is unknown.
-        ValueError: A number of bytes is malformed.
+        ValueError: A number of bytes is malformed, or the budget exceeds the device.
     """
 
     def __init__(
@@ -64,12 +67,19 @@ class Simulated(Meter):
         settings: AllocatorSettings | None = None,
     ) -> None:
         self.gpu: Final = _device(device)
-        capacity = self.gpu.usable_bytes
-        self._budget_bytes = capacity if memory_budget is None else parse_bytes(memory_budget, field="memory_budget")
-        self._budget_bytes = min(self._budget_bytes, capacity)
-        self._outside_bytes = self.gpu.context_bytes
-        self._reserve_bytes = int(self._budget_bytes * RESERVE_FRACTION) + self.gpu.cublas_bytes
-        self._mode = _Allocations(CachingAllocator(max(0, self._budget_bytes - self._outside_bytes), settings))
+        total = self.gpu.usable_bytes
+        budget = total if memory_budget is None else parse_bytes(memory_budget, field="memory_budget")
+        if budget > total:
+            raise ValueError(
+                f"memory_budget must not exceed the device's memory, got {format_bytes(budget)} on {self.gpu.name} "
+                f"with {format_bytes(total)}; lower it or leave it out"
+            )
+        self._budget_bytes = budget
+        self._reserve_bytes = int(budget * RESERVE_FRACTION)
+        self._outside_bytes = self.gpu.context_bytes + _CUBLAS_HANDLES * self.gpu.cublas_bytes
+        # Where the context alone fills the device, one byte is left, and everything is out of memory.
+        self._mode = _Allocations(CachingAllocator(max(1, total - self._outside_bytes), settings), self.gpu)
+        self._fraction = self._allocator.settings.memory_fraction
         self._entered = ExitStack()
         self._entered.enter_context(self._mode)
         self._closed = False
@@ -82,6 +92,11 @@ class Simulated(Meter):
     def device(self) -> str:
         return "meta"
 
+    @property
+    def num_alloc_retries(self) -> int:
+        """Allocations that succeeded or failed only after cached blocks were released."""
+        return self._allocator.num_alloc_retries
+
     def place(self, tensors: Iterable[Tensor]) -> None:
         """Put tensors that are older than the meter, such as a model's weights, on the device.
 
@@ -90,12 +105,31 @@ class Simulated(Meter):
         """
         self._check_open()
         for tensor in tensors:
-            self._mode.note(tensor)
+            self._mode.storages.note(tensor)
+
+    def occupy(self, num_bytes: int) -> None:
+        """Let another process take bytes of the device, or give them back (negative).
+
+        Raises:
+            torch.OutOfMemoryError: That many are not physically free.
+        """
+        self._check_open()
+        allocator = self._allocator
+        if num_bytes > allocator.free_bytes:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Another process tried to take {format_bytes(num_bytes)} of {self.gpu.name}; "
+                f"{format_bytes(allocator.free_bytes)} are free"
+            )
+        self._outside_bytes += num_bytes
+        allocator.capacity_bytes -= num_bytes
 
     def read(self) -> Reading:
         self._check_open()
-        allocator = self._mode.allocator
+        allocator = self._allocator
         held = self._outside_bytes + allocator.reserved_bytes
+        free = allocator.free_bytes
+        if self._fraction is not None:
+            free = min(free, max(0, int(self._fraction * allocator.capacity_bytes) - allocator.reserved_bytes))
         return Reading(
             allocated_bytes=allocator.allocated_bytes,
             reserved_bytes=allocator.reserved_bytes,
@@ -106,24 +140,28 @@ class Simulated(Meter):
             peak_resident_since_reset=True,
             budget_bytes=self._budget_bytes,
             reserve_bytes=self._reserve_bytes,
-            available_bytes=max(0, self._budget_bytes - self._reserve_bytes - held),
+            available_bytes=max(0, min(free, self._budget_bytes - held) - self._reserve_bytes),
         )
 
     def prepare(self, needed_bytes: int | None = None) -> Reading:
         reading = self.read()
         enough = needed_bytes is not None and needed_bytes <= reading.available_bytes
-        if enough or reading.reserved_bytes == reading.allocated_bytes:
-            return reading
-        self.release_cached()
-        return self.read()
+        if not enough and reading.reserved_bytes > reading.allocated_bytes:
+            self.release_cached()
+            reading = self.read()
+        if self._budget_bytes < self.gpu.usable_bytes:
+            cap = max(0, self._budget_bytes - self._reserve_bytes - self._outside_bytes)
+            fraction = min(cap / self._allocator.capacity_bytes, 1.0 if self._fraction is None else self._fraction)
+            self._allocator.settings = replace(self._allocator.settings, memory_fraction=fraction)
+        return reading
 
     def reset_peak(self) -> None:
         self._check_open()
-        self._mode.allocator.reset_peaks()
+        self._allocator.reset_peaks()
 
     def release_cached(self) -> None:
         self._check_open()
-        self._mode.allocator.release_cached()
+        self._allocator.release_cached()
 
     def close(self) -> None:
         if self._closed:
@@ -133,6 +171,10 @@ class Simulated(Meter):
         self._entered.close()
         self._closed = True
 
+    @property
+    def _allocator(self) -> CachingAllocator:
+        return self._mode.allocator
+
     def _check_open(self) -> None:
         if self._closed:
             raise MeterError("this meter is closed; open a new one with Simulated(...)")
@@ -141,53 +183,55 @@ class Simulated(Meter):
 class _Allocations(TorchDispatchMode):
     """Allocates each new ``meta`` storage, once however many tensors share it, and frees it when it dies."""
 
-    def __init__(self, allocator: CachingAllocator) -> None:
+    def __init__(self, allocator: CachingAllocator, gpu: Device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.allocator = allocator
-        self._live: dict[int, Any] = {}
-        self._numbers = itertools.count()
+        self.storages = StorageWatch("meta", self._appear)
+        self._gpu = gpu
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if _paused:
-            return result
-        fresh = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.device == _META]
-        if fresh:
-            given = {leaf.untyped_storage()._cdata for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)}
-            for tensor in fresh:
-                if tensor.untyped_storage()._cdata not in given:
-                    self.note(tensor)
+            return func(*args, **kwargs)
+        result = run_without_mode(func, args, kwargs)
+        try:
+            self.storages.see(result, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            # The error's traceback keeps this frame; it must not keep the outputs that did fit, nor the arguments.
+            del result, args, kwargs
+            raise error.with_traceback(None) from error.__cause__
         return result
 
-    def note(self, tensor: Tensor) -> None:
-        """Allocate the storage of a tensor that has none on the device yet."""
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if not nbytes or key in self._live:
-            return
+    def _appear(self, nbytes: int) -> Vanish:
         try:
             handle = self.allocator.allocate(nbytes)
         except AllocatorOutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {format_bytes(error.wanted_bytes)}. The simulated GPU has "
-                f"{format_bytes(error.free_bytes)} free; {format_bytes(error.allocated_bytes)} are allocated and "
-                f"{format_bytes(error.reserved_bytes)} reserved by the allocator"
-            ) from error
+            raise torch.OutOfMemoryError(self._message(error)) from error.with_traceback(None)
+        return lambda: self.allocator.free(handle)
 
-        def gone(_: Any) -> None:
-            del self._live[key]
-            self.allocator.free(handle)
-
-        self._live[key] = weakref.ref(storage, gone)
+    def _message(self, error: AllocatorOutOfMemoryError) -> str:
+        allowed = "" if error.allowed_bytes is None else f" {format_bytes(error.allowed_bytes)} allowed;"
+        return (
+            f"CUDA out of memory. Tried to allocate {format_bytes(error.wanted_bytes)}. Simulated GPU {self._gpu.name} "
+            f"has a total capacity of {format_bytes(self._gpu.usable_bytes)} of which "
+            f"{format_bytes(error.free_bytes)} is free.{allowed} Of {format_bytes(error.reserved_bytes)} reserved by "
+            f"the allocator, {format_bytes(error.allocated_bytes)} is in use."
+        )
 
 
 def _device(device: str | int | Device) -> Device:
     if isinstance(device, Device):
         return device
     try:
-        capacity = parse_bytes(device, field="device")
+        total = parse_bytes(device, field="device")
     except ValueError:
-        return find_device(str(device))
-    return Device(name=format_bytes(capacity), usable_bytes=capacity, multiprocessors=132)
+        if not isinstance(device, str) or device.strip()[:1] in ("", "-", ".") or device.strip()[:1].isdigit():
+            raise
+        return find_device(device)
+    return Device(name=f"of {format_bytes(total)}", usable_bytes=total, multiprocessors=132)

@@ -6,8 +6,7 @@ memory, tensors made outside torch's dispatcher (``torch.from_numpy``), and work
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, final
 
@@ -18,6 +17,7 @@ from trainer_rank.errors import MeterError
 from trainer_rank.meters.base import Meter, Reading
 from trainer_rank.meters.cpu_budget import CpuBudget
 from trainer_rank.meters.host_memory import HostMemory, reset_peak_or_warn, trim_heap, tune_malloc
+from trainer_rank.meters.storages import StorageWatch, Vanish
 from trainer_rank.units import format_bytes
 
 
@@ -118,9 +118,7 @@ class _StorageTracker(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.cap_bytes: int | None = None
-        # Storage identity -> (weak reference that reports its end, bytes counted). An address comes back only after
-        # the reference has fired.
-        self._seen: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._storages = StorageWatch("cpu", self._appear)
 
     def __torch_dispatch__(
         self,
@@ -132,52 +130,22 @@ class _StorageTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         before_bytes = self.live_bytes
-        given: set[int] | None = None
-        for storage in _cpu_storages(result):
-            key = storage._cdata
-            if key not in self._seen:
-                if given is None:
-                    given = {old._cdata for old in _cpu_storages((args, kwargs))}
-                # A view of a tensor older than the meter is not a new allocation.
-                if key in given:
-                    continue
-            self._count(storage)
+        self._storages.see(result, args, kwargs)
         if self.cap_bytes is not None and self.live_bytes > max(self.cap_bytes, before_bytes):
             message = (
                 f"CPU out of memory. {func} brings live tensors to {format_bytes(self.live_bytes)}; the cap is "
                 f"{format_bytes(self.cap_bytes)}."
             )
             # The error's traceback keeps this frame, and the frame must not keep the outputs.
-            del result, storage
+            del result
             raise torch.OutOfMemoryError(message)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            reference, counted = self._seen[key]
-            if counted == size:
-                return
-            self.live_bytes -= counted
-        else:
-            reference = weakref.ref(storage, lambda _: self._forget(key))
-        self._seen[key] = (reference, size)
-        self.live_bytes += size
+    def _appear(self, nbytes: int) -> Vanish:
+        self.live_bytes += nbytes
 
-    def _forget(self, key: int) -> None:
-        _, counted = self._seen.pop(key)
-        self.live_bytes -= counted
+        def vanish() -> None:
+            self.live_bytes -= nbytes
 
-
-def _cpu_storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storage of every CPU tensor in nested lists, tuples and dicts."""
-    if isinstance(tree, torch.Tensor):
-        if tree.device.type == "cpu" and tree.layout == torch.strided:
-            yield tree.untyped_storage()
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from _cpu_storages(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _cpu_storages(item)
+        return vanish

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +20,9 @@ from trainer_rank.meters import Meter, Reading, open_meter
 from trainer_rank.planner import PassWork
 from trainer_rank.prefix import Layout
 from trainer_rank.report import Record, admission_record, observation_record
-from trainer_rank.requests import Flat, Normaliser, cut, flatten, normaliser
+from trainer_rank.requests import Flat, Normaliser, Request, cut, flatten, normaliser
 from trainer_rank.runtime import Runtime
+from trainer_rank.session.caller import CallerLoss, traced_bytes_per_token
 from trainer_rank.session.candidates import Candidate, Candidates
 from trainer_rank.session.gate import Gate, budget_of, no_price
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
@@ -142,6 +143,24 @@ class TrainerRank:
             warnings.warn("no_trained_tokens: every label of the batch is ignored; loss and gradient are 0",
                           RuntimeWarning, stacklevel=2)  # fmt: skip
         return self._iterate(flat, rule)
+
+    def trace_loss(self, loss: CallerLoss, requests: Sequence[Request]) -> int:
+        """Find what a loss of your own needs, use it in every later price, and return it in bytes per logical token.
+
+        The loss and its backward run on shapes without values; nothing is computed.
+
+        Args:
+            loss: A micro-batch in, a scalar with graph out; it may not look at a value.
+            requests: Examples with the payloads the loss reads.
+
+        Raises:
+            ConfigError: The loss cannot run without data, or no request is active.
+        """
+        found = traced_bytes_per_token(
+            loss, requests, logprob_dtype=self.runtime.logprob_dtype, stands_for=self.runtime.stands_for
+        )
+        self._pricer.caller_bytes_per_token = found
+        return found
 
     def plan(self, requests: Any) -> tuple[PlannedPass, ...]:
         """Return the micro-batches that ``forward_micro_batches`` would make of the requests now; nothing runs.
