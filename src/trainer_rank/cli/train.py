@@ -9,10 +9,15 @@ from typing import Annotated
 
 import typer
 
+from trainer_rank.errors import ConfigError
+
 
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file with the run's configuration.")],
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document per event instead of a table.")] = False,
+    warm_up: Annotated[
+        str | None, typer.Option("--warm-up", help="worst: run the request that needs most first, without training.")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train as CONFIG says; leaves a folder with metrics, decisions and the adapter."""
@@ -20,6 +25,10 @@ def train(
     from trainer_rank.training.load_config import load_config
 
     loaded = load_config(config)
+    if warm_up is not None:
+        if warm_up not in ("none", "worst"):
+            raise ConfigError(f"--warm-up must be none or worst, got {warm_up!r}")
+        loaded = loaded.model_copy(update={"warm_up": warm_up})
     # Threads that spin while they wait for each other lose four fifths of the speed as soon as another process wants
     # their cores (2 threads, 2 cores, load 5: 137 s spinning, 31 s passive); waiting passively costs microseconds.
     # Read when torch is first imported, so it is set before; a caller's own choice stands.

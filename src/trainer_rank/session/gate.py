@@ -69,7 +69,7 @@ class Gate:
 
         ranges = split_greedily(count - start, fits, shared=group.shared_rows[start:], guess=guess)
         if isinstance(ranges, int):
-            raise self._refusal(flat, group, start + ranges, budget, begun=begun)
+            raise self.refusal(flat, group, start + ranges, budget, begun=begun)
         return [(start + begin, start + end) for begin, end in ranges]
 
     def _probable_stop(self, group: Candidates, start: int, budget: Budget) -> int:
@@ -87,7 +87,7 @@ class Gate:
                 high = middle - 1
         return low
 
-    def _refusal(
+    def refusal(
         self, flat: Flat, group: Candidates, unit: int, budget: Budget, *, begun: bool
     ) -> TrainerRankMemoryError:
         """Record the refusal of a unit that cannot fit alone and return its error."""

@@ -25,10 +25,11 @@ from trainer_rank.runtime import Runtime
 from trainer_rank.session.caller import CallerLoss, traced_bytes_per_token
 from trainer_rank.session.candidates import Candidate, Candidates
 from trainer_rank.session.gate import Gate, budget_of, no_price
+from trainer_rank.session.hardest import hardest_units
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.planned import PlannedPass
-from trainer_rank.session.units import check_requests, plan_order
+from trainer_rank.session.units import Unit, check_requests, plan_order
 
 HEAD_CHUNK_ROWS: Final = 512
 """Rows that meet the vocabulary projection at a time: enough to keep the matrix product busy, and with a vocabulary of
@@ -182,6 +183,53 @@ class TrainerRank:
             for start, stop in ranges
         )
 
+    def plan_alone(self, requests: Any) -> tuple[PlannedPass, ...]:
+        """Return each request as a pass of its own beside others of its step, admitted or not; nothing runs.
+
+        A batch is refused exactly when one of its requests is not admitted so (or not within the cap).
+
+        Args:
+            requests: As for ``forward_micro_batches``; an atomic group counts as one.
+
+        Raises:
+            RequestError: A request is malformed for this model.
+        """
+        flat = flatten(requests)
+        check_requests(flat.leaves, self.runtime.facts)
+        budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
+        return tuple(
+            PlannedPass.of(*group.admission(number, number + 1, budget, pending))
+            for units in plan_order(flat)
+            for group in [Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)]
+            for number in range(group.num_units)
+        )
+
+    def hardest(self, requests: Any) -> PlannedPass | None:
+        """Return the request (or atomic group) that needs most when it runs alone; None when none computes anything.
+
+        Whatever steps the requests are drawn into, in whatever order, a pass is split until it fits, down to one
+        request or atomic group. When the hardest one fits, no step over these requests is ever refused on a device as
+        it is now.
+
+        Args:
+            requests: As for ``forward_micro_batches``.
+
+        Raises:
+            RequestError: A request is malformed for this model.
+            TrainerRankMemoryError: One cannot fit alone; nothing ran.
+        """
+        flat = flatten(requests)
+        check_requests(flat.leaves, self.runtime.facts)
+        budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
+        found = []
+        for group, numbers in hardest_units(flat, self._candidates):
+            for number in numbers:
+                candidate, verdict = group.admission(number, number + 1, budget, pending)
+                if not verdict.admitted or not group.within_cap(number, number + 1):
+                    raise self._gate.refusal(flat, group, number, budget, begun=False)
+                found.append(PlannedPass.of(candidate, verdict))
+        return max(found, key=lambda one: one.admission.charged_bytes, default=None)
+
     def optim_step(
         self,
         *,
@@ -219,14 +267,14 @@ class TrainerRank:
 
     def _plan(self, flat: Flat) -> tuple[list[Candidates], list[list[tuple[int, int]]], bool]:
         """Return the groups of units, the ranges planned for each, and whether there is more than one range."""
-        groups = [
-            Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)
-            for units in plan_order(flat)
-        ]
+        groups = [self._candidates(flat, units) for units in plan_order(flat)]
         split = len(groups) > 1
         budget = self._gate.read_budget()
         plans = [self._gate.plan(flat, group, 0, budget, split=split) for group in groups]
         return groups, plans, split or sum(len(plan) for plan in plans) > 1
+
+    def _candidates(self, flat: Flat, units: Sequence[Unit]) -> Candidates:
+        return Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)
 
     def _iterate(self, flat: Flat, rule: Normaliser) -> Iterator[MicroBatch]:
         groups, plans, split = self._plan(flat)

@@ -122,6 +122,7 @@ class TrainConfig(_Section):
     ``groups_per_step`` groups make one optimizer step; requests of one group (the same ``group`` in the data, such as
     the turns of one conversation) always share a step, and a request without a group is a group of its own.
     The run's length is ``steps`` optimizer steps, or ``epochs`` passes over the data; exactly one is given.
+    ``warm_up: worst`` runs the request that needs most memory before the first step and drops its gradients.
     ``memory_budget`` is all bytes on the device, weights included; without it, the rank's own default applies.
     """
 
@@ -134,6 +135,7 @@ class TrainConfig(_Section):
     epochs: Count | None = None
     eval_every: Count | None = None
     compare_one_by_one: bool = False
+    warm_up: Literal["none", "worst"] = "none"
     memory_budget: Annotated[int | str, AfterValidator(_bytes)] | None = None
     threads: Count | None = None
     seed: int = 0

@@ -76,6 +76,7 @@ class _Run:
             budget_bytes=self._rank.budget_bytes,
             run_folder=self._folder.path,
         )
+        self._check_worst([request for batch in batches for request in batch])
         evaluations: list[EvaluationRecord] = []
         records: list[StepRecord] = []
         for number, batch in enumerate(batches, start=1):
@@ -101,6 +102,17 @@ class _Run:
         self._folder.summary(summary)
         self._progress.finished(summary, run_folder=self._folder.path)
         return self._folder.path
+
+    def _check_worst(self, requests: list[Request]) -> None:
+        """Refuse the run now if any of its requests can never be admitted; run the hardest first when asked to."""
+        hardest = self._rank.hardest(requests)
+        if self._config.warm_up == "none" or hardest is None:
+            return
+        for micro_batch in self._rank.forward_micro_batches([requests[index] for index in hardest.indices]):
+            self._loss(micro_batch).backward()
+            del micro_batch
+        self._resident.note(self._rank.last_observation)
+        self._rank.zero_grad()
 
     def _step(self, batch: list[Request], *, number: int) -> StepRecord:
         config, begin = self._config, time.perf_counter()

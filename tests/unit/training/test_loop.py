@@ -155,3 +155,12 @@ def test_the_command_exits_with_the_documented_status(
         assert json.loads(captured.out.splitlines()[-1])["event"] == "finished"
     else:
         assert captured.err.startswith("trainer-rank: ")
+
+
+def test_warming_up_on_the_worst_request_changes_no_number(tiny_model: Path, rollouts_file: Path) -> None:
+    """It runs first, without an update; order, losses and gradients of the run stay the same."""
+    plain = train(config(tiny_model, rollouts_file), progress=Silent())
+    warm = train(config(tiny_model, rollouts_file, warm_up="worst"), progress=Silent())
+    assert len(lines(warm, "decisions.jsonl")) > len(lines(plain, "decisions.jsonl"))
+    for one, other in zip(lines(plain, "steps.jsonl"), lines(warm, "steps.jsonl"), strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
