@@ -71,12 +71,12 @@ KINDS = (
 
 
 def small(kind: Kind) -> TransformersRuntime:
-    """Return a five-layer model of a kind on ``meta``."""
+    """Return a four-layer model of a kind on ``meta``: one more than is traced to make its envelope."""
     config = CONFIGS[kind.family](
-        hidden_size=96, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        hidden_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         intermediate_size=208, vocab_size=VOCABULARY, tie_word_embeddings=kind.family != "llama",
     )  # fmt: skip
-    return on_meta(config, kind)
+    return on_meta(config, kind, ["q_proj", "v_proj", "gate_proj", "down_proj"])
 
 
 def eight_billion() -> TransformersRuntime:
@@ -85,14 +85,14 @@ def eight_billion() -> TransformersRuntime:
         hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         intermediate_size=12288, vocab_size=151936, tie_word_embeddings=False,
     )  # fmt: skip
-    return on_meta(config, Kind("qwen3", True, "full", torch.bfloat16, "cuda"))
+    return on_meta(config, Kind("qwen3", True, "full", torch.bfloat16, "cuda"), EVERY_PROJECTION)
 
 
-def on_meta(config: Any, kind: Kind) -> TransformersRuntime:
+def on_meta(config: Any, kind: Kind, projections: list[str]) -> TransformersRuntime:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=kind.dtype)
         if kind.adapter:
-            model = get_peft_model(model, LoraConfig(r=16, target_modules=EVERY_PROJECTION))
+            model = get_peft_model(model, LoraConfig(r=16, target_modules=projections))
     return TransformersRuntime(model, recompute=kind.recompute, stands_for=torch.device(kind.device))
 
 
