@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from trainer_rank.memory import check_snapshot, parse_snapshot
 from trainer_rank.memory.allocator import CachingAllocator
 from trainer_rank.memory.allocator_naive import NaiveAllocator
 from trainer_rank.memory.allocator_rules import AllocatorOutOfMemoryError, AllocatorSettings, rounded_size
@@ -129,3 +130,86 @@ def test_bytes_are_conserved(capacity: int, chosen: AllocatorSettings, script: l
         allocator.free(handle)
     allocator.release_cached()
     assert (allocator.allocated_bytes, allocator.reserved_bytes, allocator.largest_free_block_bytes) == (0, 0, 0)
+
+
+class Recording:
+    """A device played by the twin, recorded as torch records one, from some step on."""
+
+    def __init__(self, capacity: int) -> None:
+        self.naive = NaiveAllocator(capacity, AllocatorSettings())
+        self.trace: list[dict[str, Any]] | None = None
+        self.live: dict[int, tuple[int, int, bool]] = {}
+        self._seen = 0
+
+    def begin(self) -> None:
+        """Record from here on."""
+        self.trace, self._seen = [], len(self.naive.segment_events)
+
+    def step(self, step: Step) -> None:
+        """Do a step and note what torch would. A block with a tail of older date is not freed: its size is lost."""
+        if step.nbytes > 0:
+            handle, error = attempt(lambda: self.naive.allocate(step.nbytes, step.stream))
+            self._note_calls()
+            address = 0 if error else self.naive.block_of(handle)[0]
+            self._note("oom" if error else "alloc", step.nbytes, step.stream, address)
+            if not error:
+                exact = self.naive.block_of(handle)[1] == rounded_size(step.nbytes, self.naive.settings)
+                self.live[handle] = (step.nbytes, step.stream, exact or self.trace is not None)
+        elif step.nbytes < 0:
+            self.naive.release_cached()
+            self._note_calls()
+        else:
+            handles = [one for one, (_, _, is_known) in self.live.items() if is_known or self.trace is None]
+            if handles:
+                handle = handles[step.pick % len(handles)]
+                nbytes, stream, _ = self.live.pop(handle)
+                address = self.naive.block_of(handle)[0]
+                self.naive.free(handle)
+                self._note("free_completed", nbytes, stream, address)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return it as ``torch.cuda.memory._snapshot`` does."""
+        segments = []
+        ordered = sorted(self.naive.ranges, key=lambda one: one.start)
+        for base, group in itertools.groupby(ordered, key=lambda one: one.segment):
+            ranges = list(group)
+            states = {"used": "active_allocated", "free": "inactive"}
+            blocks = [{"size": one.nbytes, "address": one.start, "state": states[one.state]} for one in ranges]
+            segments.append(
+                {
+                    "device": 0, "address": base, "total_size": sum(one.nbytes for one in ranges),
+                    "stream": ranges[0].stream, "segment_type": "small" if ranges[0].is_small else "large",
+                    "blocks": blocks,
+                }
+            )  # fmt: skip
+        return {"segments": segments, "device_traces": [self.trace]}
+
+    def _note_calls(self) -> None:
+        for event in self.naive.segment_events[self._seen :]:
+            self._note(event.action, event.nbytes, event.stream, event.address)
+        self._seen = len(self.naive.segment_events)
+
+    def _note(self, action: str, size: int, stream: int, address: int) -> None:
+        if self.trace is not None:
+            self.trace.append({"action": action, "size": size, "stream": stream, "addr": address})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([150 * MIB, 400 * MIB, 10_000 * MIB]), steps, steps)
+@example(150 * MIB, [], [Step(75 * MIB), Step(0), Step(-1), Step(75 * MIB)])
+def test_a_history_recorded_from_some_step_on_is_replayed_to_the_address(
+    capacity: int, before: list[Step], during: list[Step]
+) -> None:
+    """What was there before is rewound from what is there in the end; every allocation then lies where it lay."""
+    device = Recording(capacity)
+    for step in before:
+        device.step(step)
+    device.begin()
+    for step in during:
+        device.step(step)
+    found = device.snapshot()
+    check = check_snapshot(parse_snapshot(found), CachingAllocator(capacity))
+    assert check.first_difference is None
+    placed = sum(entry["action"] == "alloc" for entry in found["device_traces"][0])
+    assert check.num_placed == placed
+    assert check.modelled_peak_reserved_bytes == check.recorded_peak_reserved_bytes

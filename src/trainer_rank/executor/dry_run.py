@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_rank.executor.recorder import AllocationRecorder
 from trainer_rank.executor.run import run_forward
@@ -104,8 +105,8 @@ class DryRunPricer:
         recorder = AllocationRecorder(_META, twin.stands_for)
         relay.recorder = recorder
         try:
-            # On a simulated device, too, a dry run allocates nothing.
-            with paused(), recorder:
+            # On a simulated device, too, a dry run allocates nothing; its mode would only be asked about every call.
+            with paused(), _disable_current_modes(), recorder:
                 self._step(twin, work, recorder)
         finally:
             relay.recorder = None

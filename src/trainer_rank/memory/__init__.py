@@ -8,14 +8,8 @@ from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls
 from trainer_rank.memory.price import Observation, Price, Term, combine, itemised
-from trainer_rank.memory.snapshot import (
-    HistoryEntry,
-    Snapshot,
-    SnapshotCheck,
-    check_history,
-    load_snapshot,
-    parse_snapshot,
-)
+from trainer_rank.memory.snapshot import HeldSegment, HistoryEntry, Snapshot, load_snapshot, parse_snapshot
+from trainer_rank.memory.snapshot_check import SnapshotCheck, check_history, check_snapshot
 from trainer_rank.memory.solve import TracedPass, solve
 from trainer_rank.memory.stretches import category_names, stretches_at_depth
 from trainer_rank.memory.trace import CallMark, Event, Instant, Mark, Timeline, Trace, fold
@@ -30,6 +24,7 @@ __all__ = [
     "CallMark",
     "Envelope",
     "Event",
+    "HeldSegment",
     "HistoryEntry",
     "Instant",
     "LowerBound",
@@ -51,6 +46,7 @@ __all__ = [
     "UpperBound",
     "category_names",
     "check_history",
+    "check_snapshot",
     "combine",
     "extrapolate_layers",
     "fold",

@@ -7,10 +7,12 @@ not modelled; nor are private pools of CUDA graphs. See ``docs/allocator.md``. T
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer_rank.memory.allocator_pool import Block, Pool
+from trainer_rank.memory.allocator_pool import Block, Pool, laid_out
 from trainer_rank.memory.allocator_rules import (
     SMALL_BYTES,
     AllocatorOutOfMemoryError,
@@ -49,6 +51,8 @@ class CachingAllocator:
         capacity_bytes: What the driver can hand out; a memory fraction is a part of it.
         num_alloc_retries: Requests that were tried again after the release of cached blocks.
         segment_events: Every call to the driver, in order.
+        coming_addresses: Where the driver will put the next segments, for a replay; when there is none, the settings
+            decide.
         allocated_bytes, reserved_bytes: Bytes of blocks in use, and of segments.
         peak_allocated_bytes, peak_reserved_bytes: Their maxima since the beginning or ``reset_peaks``.
     """
@@ -60,6 +64,7 @@ class CachingAllocator:
         self.settings = AllocatorSettings() if settings is None else settings
         self.num_alloc_retries = 0
         self.segment_events: list[SegmentEvent] = []
+        self.coming_addresses: deque[int] = deque()
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self._small, self._large = Pool(is_small=True), Pool(is_small=False)
@@ -130,15 +135,48 @@ class CachingAllocator:
         """Set both peaks to the present values (``resetPeakStats``)."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
+    def adopt(
+        self, address: int, nbytes: int, live: Mapping[int, int], *, is_small: bool, stream: int = 0
+    ) -> dict[int, int]:
+        """Take over a segment that was there before, its live blocks given as sizes by address; return their handles.
+
+        What no live block covers is free. The driver is not asked.
+        """
+        pool = self._small if is_small else self._large
+        handles: dict[int, int] = {}
+        for block in laid_out(pool, address, nbytes, live, stream):
+            if not block.is_used:
+                pool.add(block)
+                continue
+            self._handles += 1
+            self._used[self._handles] = block
+            handles[block.address] = self._handles
+            self.allocated_bytes += block.nbytes
+        self.reserved_bytes += nbytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return handles
+
     def block_of(self, handle: int) -> tuple[int, int]:
         """Return the address and the size of a block in use."""
         block = self._used[handle]
         return block.address, block.nbytes
 
+    def has_cached(self, size_bytes: int, stream: int = 0) -> bool:
+        """Return whether a request would be served without the driver."""
+        nbytes = rounded_size(size_bytes, self.settings)
+        return self._fitting(self._small if nbytes <= SMALL_BYTES else self._large, nbytes, stream) is not None
+
     def _cached(self, pool: Pool, nbytes: int, stream: int) -> Block | None:
         """Take the best fit among free blocks, if one will do (``get_free_block``)."""
+        pool.searches += self.settings.collects_garbage
+        found = self._fitting(pool, nbytes, stream)
+        if found is not None:
+            pool.remove(found)
+        return found
+
+    def _fitting(self, pool: Pool, nbytes: int, stream: int) -> Block | None:
         settings = self.settings
-        pool.searches += settings.collects_garbage
         found: Block | None = None
         for block in pool.free_from(stream, nbytes):
             if found is not None and block.room >= found.room:
@@ -153,7 +191,6 @@ class CachingAllocator:
                 return None
         elif settings.is_oversize(found.nbytes):
             return None
-        pool.remove(found)
         return found
 
     def _fetched(self, pool: Pool, nbytes: int, stream: int) -> Block:
@@ -303,7 +340,9 @@ class CachingAllocator:
                 self._release(block)
 
     def _new_address(self, nbytes: int) -> int:
-        """Return where a new range of addresses begins; none is used twice."""
+        """Return where a new range of addresses begins; none is used twice, unless it is said to come."""
+        if self.coming_addresses:
+            return self.coming_addresses.popleft()
         if self.settings.segment_addresses == "descending":
             self._addresses -= nbytes
             return self._addresses

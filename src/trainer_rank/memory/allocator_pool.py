@@ -8,7 +8,7 @@ pool       free blocks by (stream, size, address), unmapped ones by (stream, add
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -124,3 +124,20 @@ class Pool:
             block.after = after.after
             if block.after is not None:
                 block.after.before = block
+
+
+def laid_out(pool: Pool, address: int, nbytes: int, live: Mapping[int, int], stream: int) -> list[Block]:
+    """Return the linked blocks of a segment, live ones as given by address and size, the gaps between them free."""
+    whole = Block(address=address, nbytes=nbytes, stream=stream, pool=pool, base=address)
+    blocks, rest = [], whole
+    for start in sorted(live):
+        if start > rest.address:
+            blocks.append(rest)
+            rest = rest.cut(start - rest.address)
+        rest.is_used = True
+        blocks.append(rest)
+        if live[start] < rest.nbytes:
+            rest = rest.cut(live[start])
+    if not blocks or blocks[-1] is not rest:
+        blocks.append(rest)
+    return blocks

@@ -60,8 +60,8 @@ DEVICES: Final = (
         usable_source="properties: 182631MB, 182642MB; errors: 178.35, 178.36 GiB",
     ),
     Device(
-        name="H200", usable_bytes=_gib(139.72), multiprocessors=132, cublas_bytes=_CUBLAS_HOPPER,
-        usable_source="properties: 143156MB; errors: 139.72, 139.80, 139.81 GiB",
+        name="H200", usable_bytes=_gib(139.80), multiprocessors=132, cublas_bytes=_CUBLAS_HOPPER,
+        usable_source="properties: 143156MB; errors: 139.80, 139.81 GiB (139.72 once)",
     ),
     Device(
         name="H100", usable_bytes=_gib(79.10), multiprocessors=132, cublas_bytes=_CUBLAS_HOPPER,

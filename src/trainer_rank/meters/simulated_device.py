@@ -24,11 +24,8 @@ from trainer_rank.meters.storages import StorageWatch, Vanish, run_without_mode
 from trainer_rank.units import format_bytes, parse_bytes
 
 RESERVE_FRACTION: Final = 0.01
-"""Share of the budget kept for what the model of the allocator does not know: rounding, fragmentation, libraries."""
-
-_CUBLAS_HANDLES: Final = 2
-"""One of the thread that runs the forward, one of autograd's own (``getCurrentCUDABlasHandle`` pools them by thread);
-each has a workspace."""
+"""Share of the budget kept for what the model of the allocator does not know: rounding, fragmentation, libraries. The
+workspace of a cuBLAS handle is kept besides."""
 
 _paused = 0
 
@@ -75,10 +72,13 @@ class Simulated(Meter):
                 f"with {format_bytes(total)}; lower it or leave it out"
             )
         self._budget_bytes = budget
-        self._reserve_bytes = int(budget * RESERVE_FRACTION)
-        self._outside_bytes = self.gpu.context_bytes + _CUBLAS_HANDLES * self.gpu.cublas_bytes
+        workspace = self.gpu.cublas_bytes
+        self._reserve_bytes = int(budget * RESERVE_FRACTION) + workspace
+        self._outside_bytes = self.gpu.context_bytes
+        # The workspace is no one else's from the start, though it is resident only from the first matrix product on.
         # Where the context alone fills the device, one byte is left, and everything is out of memory.
-        self._mode = _Allocations(CachingAllocator(max(1, total - self._outside_bytes), settings), self.gpu)
+        capacity = max(1, total - self._outside_bytes - workspace)
+        self._mode = _Allocations(CachingAllocator(capacity, settings), self.gpu)
         self._fraction = self._allocator.settings.memory_fraction
         self._entered = ExitStack()
         self._entered.enter_context(self._mode)
@@ -127,9 +127,10 @@ class Simulated(Meter):
         self._check_open()
         allocator = self._allocator
         held = self._outside_bytes + allocator.reserved_bytes
-        free = allocator.free_bytes
+        available = self._budget_bytes - held - self._reserve_bytes
         if self._fraction is not None:
-            free = min(free, max(0, int(self._fraction * allocator.capacity_bytes) - allocator.reserved_bytes))
+            allowed = int(self._fraction * allocator.capacity_bytes) - allocator.reserved_bytes
+            available = min(available, allowed - self._reserve_bytes)
         return Reading(
             allocated_bytes=allocator.allocated_bytes,
             reserved_bytes=allocator.reserved_bytes,
@@ -140,7 +141,7 @@ class Simulated(Meter):
             peak_resident_since_reset=True,
             budget_bytes=self._budget_bytes,
             reserve_bytes=self._reserve_bytes,
-            available_bytes=max(0, min(free, self._budget_bytes - held) - self._reserve_bytes),
+            available_bytes=max(0, available),
         )
 
     def prepare(self, needed_bytes: int | None = None) -> Reading:

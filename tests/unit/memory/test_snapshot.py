@@ -14,6 +14,7 @@ from trainer_rank.memory import (
     CachingAllocator,
     SnapshotCheck,
     check_history,
+    check_snapshot,
     load_snapshot,
     parse_snapshot,
 )
@@ -140,6 +141,83 @@ def test_an_allocator_with_a_past_is_refused() -> None:
         check_history((), used)
 
 
+def held(addr: int, total: int, *live: tuple[int, int], kind: str = "large") -> dict[str, Any]:
+    """Return an entry of ``segments``: what is not live is free."""
+    blocks, at = [], addr
+    for start, size in live:
+        if start > at:
+            blocks.append({"size": start - at, "state": "inactive"})
+        blocks.append({"size": size, "state": "active_allocated"})
+        at = start + size
+    if at < addr + total:
+        blocks.append({"size": addr + total - at, "state": "inactive"})
+    return {
+        "device": 0, "address": addr, "total_size": total, "stream": 0, "segment_type": kind, "blocks": blocks,
+    }  # fmt: skip
+
+
+def rewound(*entries: dict[str, Any], segments: list[dict[str, Any]], capacity: int = 1024 * MIB) -> SnapshotCheck:
+    snapshot = parse_snapshot({"segments": segments, "device_traces": [list(entries)]})
+    return check_snapshot(snapshot, CachingAllocator(capacity))
+
+
+def test_a_history_begins_with_what_was_there() -> None:
+    """5 of 20 MiB are older and freed on the way, 4 older and kept; 3 lie where the 5 were, 12 in a new segment."""
+    check = rewound(
+        entry("free_completed", 5 * MIB - 100, A), entry("alloc", 3 * MIB, A), entry("segment_alloc", 12 * MIB, B),
+        entry("alloc", 12 * MIB, B),
+        segments=[held(A, 20 * MIB, (A, 3 * MIB), (A + 5 * MIB, 4 * MIB)), held(B, 12 * MIB, (B, 12 * MIB))],
+    )  # fmt: skip
+    assert check.first_difference is None
+    assert (check.num_placed, check.num_unknown_frees) == (2, 0)
+    assert check.recorded_peak_reserved_bytes == check.modelled_peak_reserved_bytes == 32 * MIB
+    assert check.modelled_peak_allocated_bytes == 19 * MIB
+
+
+def test_segments_given_back_on_the_way_were_there() -> None:
+    """They were empty; the small pool's are those of 2 MiB."""
+    check = rewound(
+        entry("segment_free", 30 * MIB, B), entry("segment_free", 2 * MIB, C), entry("alloc", 9, A + 512),
+        segments=[held(A, 2 * MIB, (A, 512), (A + 512, 512), kind="small")],
+    )  # fmt: skip
+    assert (check.first_difference, check.num_placed) == (None, 1)
+    assert check.recorded_peak_reserved_bytes == check.modelled_peak_reserved_bytes == 34 * MIB
+
+
+def test_an_allocation_at_another_address_is_the_first_difference() -> None:
+    """The device took the larger of two free blocks; nothing after it is compared."""
+    check = rewound(
+        entry("alloc", 3 * MIB, A + 10 * MIB), entry("alloc", 1, A + 19 * MIB),
+        segments=[held(A, 20 * MIB, (A + 4 * MIB, 6 * MIB), (A + 10 * MIB, 3 * MIB))],
+    )  # fmt: skip
+    assert (check.num_placed, check.agrees) == (0, False)
+    assert check.first_difference == (
+        f"entry 0 (alloc of {3 * MIB} bytes): recorded at {A + 10 * MIB:#x}, modelled at {A:#x}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("entries", "segments", "message"),
+    [
+        ([entry("segment_alloc", 20 * MIB, B)], [held(A, 20 * MIB)], r"takes a segment at 0x7e\w+ that is never"),
+        ([entry("segment_map", 20 * MIB, A)], [held(A, 20 * MIB)], "expandable segments cannot be rewound"),
+        ([entry("free_completed", 512, B)], [held(A, 20 * MIB)], r"block at 0x7e\w+ is older than the history"),
+    ],
+)
+def test_what_cannot_be_rewound_is_refused(
+    entries: list[dict[str, Any]], segments: list[dict[str, Any]], message: str
+) -> None:
+    """A history that was cut off does not lead to what the snapshot holds."""
+    with pytest.raises(SnapshotError, match=message):
+        rewound(*entries, segments=segments)
+
+
+def test_a_device_that_was_not_recorded_is_refused() -> None:
+    """By number."""
+    with pytest.raises(ValueError, match="device must be one of the 1 recorded, got 1"):
+        check_snapshot(parse_snapshot(snapshot()), CachingAllocator(1), device=1)
+
+
 class Malicious:
     """Unpickles as a call."""
 
@@ -191,6 +269,18 @@ def test_every_truncation_is_an_error(tmp_path: Path) -> None:
         ([], "snapshot: needs 'segments', a list"),
         ({"segments": []}, "snapshot: needs 'device_traces', a list"),
         ({"segments": [{}], "device_traces": []}, r"segments\[0\]: needs 'total_size'"),
+        (
+            {"segments": [{"total_size": 1, "address": 0}], "device_traces": []},
+            r"segments\[0\]: needs 'blocks', a list",
+        ),
+        (
+            {"segments": [{"total_size": 1, "address": 0, "blocks": [{"size": 1}]}], "device_traces": []},
+            r"segments\[0\]\.blocks\[0\]: needs a 'state'",
+        ),
+        (
+            {"segments": [held(A, 512, (A, 1024))], "device_traces": []},
+            r"segments\[0\]\.blocks\[0\]: lies outside its segment",
+        ),
         ({"segments": [], "device_traces": [3]}, r"device_traces\[0\] must be a list, got int"),
         (snapshot({"size": 1}), r"device_traces\[0\]\[0\]: needs an 'action'"),
         (snapshot(entry("alloc", -1)), r"needs 'size', an integer that is not negative, got -1"),

@@ -195,12 +195,17 @@ def test_a_memory_fraction_is_honoured_in_what_is_available() -> None:
         assert meter.read().available_bytes == 32 * MIB - meter.read().reserve_bytes
 
 
-def test_library_workspaces_are_outside_the_allocator() -> None:
-    """The context and two cuBLAS workspaces, of the forward's thread and of autograd's, are resident, not reserved."""
+def test_a_library_workspace_is_kept_from_the_allocator() -> None:
+    """The context is resident; cuBLAS's workspace is in the reserve, and no tensor can have it."""
     with Simulated("H200") as meter:
         reading = meter.read()
-        assert (reading.reserved_bytes, reading.resident_bytes) == (0, (512 + 2 * 32) * MIB)
+        assert (reading.reserved_bytes, reading.resident_bytes) == (0, 512 * MIB)
         assert reading.available_bytes == reading.budget_bytes - reading.resident_bytes - reading.reserve_bytes
+        assert reading.reserve_bytes == reading.budget_bytes // 100 + 32 * MIB
+        left = reading.budget_bytes - reading.resident_bytes - 32 * MIB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(left + MIB, dtype=torch.uint8, device="meta")
+        assert torch.empty(left - 2 * MIB, dtype=torch.uint8, device="meta").is_meta
 
 
 @pytest.mark.parametrize(
