@@ -21,6 +21,7 @@ _EXTRA_MODULES: Final = frozenset(
         "typer",
         "click",
         "rich",
+        "plotly",
         "yaml",
         "pydantic",
         "pydantic_core",

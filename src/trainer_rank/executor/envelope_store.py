@@ -23,7 +23,7 @@ from trainer_rank.memory import Envelope, Moment
 from trainer_rank.memory.envelope import COLUMNS
 
 _LIBRARIES: Final = ("torch", "transformers", "peft")
-_CODE: Final = ("memory", "executor", "runtime", "planner", "prefix")
+_CODE: Final = ("memory", "executor", "runtime", "meters", "planner", "prefix")
 
 
 def default_folder() -> Path:

@@ -51,7 +51,8 @@ def check_history(history: Sequence[HistoryEntry], allocator: CachingAllocator) 
     """Replay a history recorded from the start of its process on an empty allocator and return where the two part.
 
     A block counts as free from its ``free_completed`` on. Segments given back right before a new one belong to the
-    request that needs it, if the model has no room for that one; all others mean that the caller emptied the cache.
+    request that needs it, if the model has neither room nor a cached block for that one; all others mean that the
+    caller emptied the cache.
     Addresses are not compared.
     """
     _check_unused(allocator)

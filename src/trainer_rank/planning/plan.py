@@ -2,177 +2,274 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
-from transformers import AutoConfig
 
-from trainer_rank.errors import ConfigError, TrainerRankMemoryError
-from trainer_rank.memory import Recompute
-from trainer_rank.meters.devices import DEVICES, Device
+from trainer_rank.errors import TrainerRankMemoryError
+from trainer_rank.executor.envelope_pricer import EnvelopePricer
+from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
+from trainer_rank.memory import Price
+from trainer_rank.meters.devices import Device
 from trainer_rank.meters.simulated_device import Simulated
-from trainer_rank.planning.report import Fix, PassReport, PlanReport
+from trainer_rank.planner import PassWork, pass_work
+from trainer_rank.planning.bound import at_most
+from trainer_rank.planning.data_set import DataSet, refused_alone
+from trainer_rank.planning.details import prefix_tree, timeline
+from trainer_rank.planning.fixes import find_fixes
+from trainer_rank.planning.options import Options, make_runtime
+from trainer_rank.planning.report import DataSetReport, PassReport, PlanReport, Refused
 from trainer_rank.requests import Request
-from trainer_rank.runtime.geometries import find_geometry
-from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
+from trainer_rank.runtime.transformers import TransformersRuntime
 from trainer_rank.session import TrainerRank
 from trainer_rank.session.planned import PlannedPass
 
-PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-_FEWEST_CHUNK_ROWS: Final = 64
-
 Requests = Callable[[int], Sequence[Request]]
-"""Makes the requests for a vocabulary of so many tokens."""
+"""Makes the requests of a step for a vocabulary of so many tokens."""
+
+Shorter = Callable[[int], tuple[str, Requests] | None]
+"""The change in words and the requests with none of more than so many tokens; None when that leaves nothing."""
+
+__all__ = ["Options", "Requests", "Shorter", "make_data_set_plan", "make_plan"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How the step is trained.
-
-    Attributes:
-        model: A built-in geometry, or a folder with ``config.json``.
-        lora_rank: Rank of the adapters on every projection; None trains every parameter.
-        recompute, dtype: As for the runtime.
-        head_chunk_rows, max_packed_tokens, caller_bytes_per_token: As for ``TrainerRank``.
-    """
-
-    model: str
-    lora_rank: int | None = 16
-    recompute: Recompute = "full"
-    dtype: str = "bfloat16"
-    head_chunk_rows: int = 512
-    max_packed_tokens: int | None = None
-    caller_bytes_per_token: int = 256
-
-
-def make_plan(options: Options, device: Device, requests: Requests, *, with_fixes: bool = True) -> PlanReport:
+def make_plan(
+    options: Options,
+    device: Device,
+    requests: Requests,
+    *,
+    with_fixes: bool = True,
+    with_details: bool = False,
+    shorter: Shorter | None = None,
+) -> PlanReport:
     """Return whether and how a step over the requests fits a device; nothing is trained and no weight is read.
+
+    Args:
+        options: How the step is trained.
+        device: The GPU, which need not be there.
+        requests: Makes the requests.
+        with_fixes: Whether to look for what makes a step fit that does not.
+        with_details: Whether to trace the worst pass for its timeline and its tree.
+        shorter: Makes requests of no more than so many tokens, for the fix that shortens them.
 
     Raises:
         ConfigError: The model is unknown or its folder holds no configuration.
         UnsupportedModelError: The model cannot be run as prefix trees.
         RequestError: A request is malformed for this model.
     """
-    runtime = _runtime(options)
-    report = _plan(options, device, runtime, requests(runtime.facts.vocabulary_size))
+    runtime = make_runtime(options)
+    planned = _Planned(options, device, runtime, requests(runtime.facts.vocabulary_size))
+    report = planned.report
+    if with_details and planned.work is not None:
+        report = _with_details(report, options, runtime, planned.work)
     if report.fits or not with_fixes:
         return report
-    return replace(report, fixes=tuple(_fixes(options, device, requests, report)))
+
+    def again(changed: Options, other: Device) -> PlanReport:
+        return make_plan(changed, other, requests, with_fixes=False)
+
+    def shortened(longest: int) -> tuple[str, PlanReport] | None:
+        found = None if shorter is None else shorter(longest)
+        return None if found is None else (found[0], make_plan(options, device, found[1], with_fixes=False))
+
+    return replace(report, fixes=tuple(find_fixes(options, device, report, again, shortened)))
 
 
-def _runtime(options: Options) -> TransformersRuntime:
-    lora = None if options.lora_rank is None else LoraConfig(r=options.lora_rank, target_modules=list(PROJECTIONS))
-    return TransformersRuntime.from_config(
-        _config(options.model), lora=lora, recompute=options.recompute, dtype=options.dtype, stands_for="cuda"
-    )
+def make_data_set_plan(
+    options: Options, device: Device, data: DataSet, *, with_fixes: bool = True, with_details: bool = False
+) -> PlanReport:
+    """Return whether every step of a data set fits, in whatever order its groups are drawn.
 
+    A batch is split down to single requests before it is refused. The verdict therefore asks every request alone, with
+    everything charged that stands beside it in a split step; that is exact, and no order has to be tried. Passes,
+    timeline and tree are those of the heaviest step.
 
-def _config(model: str) -> Any:
-    path = Path(model)
-    if path.exists():
-        folder = path.parent if path.name == "config.json" else path
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model must be a folder with config.json, and {model} has none")
-        return AutoConfig.from_pretrained(folder)
-    geometry = asdict(find_geometry(model))
-    return AutoConfig.for_model(geometry.pop("model_type"), **geometry)
-
-
-def _plan(options: Options, device: Device, runtime: TransformersRuntime, requests: Sequence[Request]) -> PlanReport:
-    facts = runtime.facts
-    tensors = [*runtime.model.parameters(), *runtime.model.buffers()]
-    weights = {"CUDA context": device.context_bytes, "weights": facts.weight_bytes}
-    pending = {"optimizer state": facts.adam_state_bytes}
-    common: dict[str, Any] = {
-        "model": options.model,
-        "device": device.name,
-        "options": asdict(options),
-        "capacity_bytes": device.usable_bytes,
-        "pending": pending,
-        "fixes": (),
-    }
-    needed = sum(weights.values())
-    if needed > device.usable_bytes:
-        return PlanReport(
-            **common, fits=False, resident=weights, passes=(), short_bytes=needed - device.usable_bytes,
-            refusal="the weights alone do not fit", peak_bytes=needed,
-        )  # fmt: skip
-    with Simulated(device) as meter:
-        try:
-            meter.place(tensors)
-            reading = meter.read()
-            rounding = reading.resident_bytes - needed
-            resident = {**weights, "allocator's rounding": rounding, "reserve": reading.reserve_bytes}
-            rank = TrainerRank(
-                runtime, meter=meter, head_chunk_rows=options.head_chunk_rows,
-                max_packed_tokens=options.max_packed_tokens, caller_bytes_per_token=options.caller_bytes_per_token,
-            )  # fmt: skip
-            planned = rank.plan(requests)
-        except torch.OutOfMemoryError as error:
-            return PlanReport(
-                **common, fits=False, resident=weights, passes=(), short_bytes=max(1, needed - device.usable_bytes),
-                refusal=f"the weights alone do not fit: {error}", peak_bytes=needed,
-            )  # fmt: skip
-        except TrainerRankMemoryError as error:
-            return PlanReport(
-                **common, fits=False, resident=resident, passes=(), refusal=str(error),
-                short_bytes=error.short_bytes or 0,
-                peak_bytes=sum(resident.values()) + (error.admission.charged_bytes if error.admission else 0),
-            )  # fmt: skip
-    charged = max((one.admission.charged_bytes for one in planned), default=0)
-    return PlanReport(
-        **common, fits=True, resident=resident, passes=tuple(map(_pass, planned)), refusal=None, short_bytes=0,
-        peak_bytes=sum(resident.values()) + charged,
+    Raises:
+        ConfigError, UnsupportedModelError, RequestError: As ``make_plan``.
+    """
+    runtime = make_runtime(options)
+    heaviest = data.heaviest_step()
+    step = [request for number in heaviest for request in data.groups[number]]
+    pricer = EnvelopePricer(
+        runtime, head_chunk_rows=options.head_chunk_rows, caller_bytes_per_token=options.caller_bytes_per_token,
+        store=EnvelopeStore(default_folder()),
     )  # fmt: skip
+    # Made before the device opens; the rank then finds it in the store.
+    envelope = pricer.envelope()
+    planned = _Planned(options, device, runtime, step, data)
+    report = planned.report
+    room = report.capacity_bytes - report.reserve_bytes
+    worst, by = room, "room"
+    if envelope is not None:
+        bound = at_most(
+            envelope, runtime, data.sizes, groups_per_step=data.groups_per_step, repeats=data.repeats,
+            head_chunk_rows=options.head_chunk_rows, max_packed_tokens=options.max_packed_tokens,
+        )  # fmt: skip
+        facts = runtime.facts
+        # A step that is never split has no gradients beside a pass but its own, which are in the price.
+        pending = facts.adam_state_bytes + (0 if options.max_packed_tokens is None else facts.trainable_bytes)
+        whole = sum(report.resident.values()) + pending + bound.num_bytes
+        if whole <= room:
+            worst, by = whole, "sizes"
+    report = replace(
+        report,
+        data_set=DataSetReport(
+            requests=len(data.requests), groups=len(data.groups), groups_per_step=data.groups_per_step,
+            longest_request=max(request.num_tokens for request in data.requests), shapes=len(data.distinct()),
+            refused=planned.refused, heaviest_step=heaviest, worst_bytes=worst, worst_by=by,
+        ),
+    )  # fmt: skip
+    if with_details and planned.work is not None:
+        report = _with_details(report, options, runtime, planned.work)
+    if report.fits or not with_fixes:
+        return report
+
+    def again(changed: Options, other: Device) -> PlanReport:
+        return make_data_set_plan(changed, other, data, with_fixes=False)
+
+    def shortened(longest: int) -> tuple[str, PlanReport] | None:
+        kept = data.no_longer_than(longest)
+        if kept is None:
+            return None
+        left_out = len(data.requests) - len(kept.requests)
+        words = f"leave out the {left_out:,} requests of more than {longest:,} tokens"
+        return words, make_data_set_plan(options, device, kept, with_fixes=False)
+
+    return replace(report, fixes=tuple(find_fixes(options, device, report, again, shortened)))
 
 
-def _pass(planned: PlannedPass) -> PassReport:
-    price, stats = planned.admission.price, planned.stats
+def _with_details(report: PlanReport, options: Options, runtime: TransformersRuntime, work: PassWork) -> PlanReport:
+    return replace(report, timeline=timeline(options, runtime, work), tree=prefix_tree(work))
+
+
+class _Planned:
+    """A step planned by a rank on a simulated device.
+
+    Attributes:
+        report: What is known of it.
+        work: Of the pass that needs most; when the step does not fit, of the request that cannot run alone.
+        refused: Requests of the data set that cannot run alone.
+    """
+
+    def __init__(
+        self, options: Options, device: Device, runtime: TransformersRuntime, requests: Sequence[Request],
+        data: DataSet | None = None,
+    ) -> None:  # fmt: skip
+        self.work: PassWork | None = None
+        self.refused: tuple[Refused, ...] = ()
+        self.report = self._plan(options, device, runtime, requests, data)
+
+    def _plan(
+        self, options: Options, device: Device, runtime: TransformersRuntime, requests: Sequence[Request],
+        data: DataSet | None,
+    ) -> PlanReport:  # fmt: skip
+        facts = runtime.facts
+        resident = {
+            "CUDA context": device.context_bytes, "library workspace": device.cublas_bytes,
+            "weights": facts.weight_bytes,
+        }  # fmt: skip
+        common: dict[str, Any] = {
+            "model": options.model,
+            "device": device.name,
+            "options": asdict(options),
+            "capacity_bytes": device.usable_bytes,
+        }
+        needed = sum(resident.values())
+
+        def weights_alone(why: str) -> PlanReport:
+            return PlanReport(
+                **common, fits=False, resident=resident, reserve_bytes=0, pending={}, passes=(), worst=None,
+                short_bytes=max(1, needed - device.usable_bytes), refusal=why, peak_bytes=needed,
+            )  # fmt: skip
+
+        if needed > device.usable_bytes:
+            return weights_alone("the weights alone do not fit")
+        with Simulated(device) as meter:
+            try:
+                meter.place([*runtime.model.parameters(), *runtime.model.buffers()])
+                reading = meter.read()
+                resident["allocator's rounding"] = (
+                    reading.resident_bytes - device.context_bytes - facts.weight_bytes
+                )  # fmt: skip
+                common["resident"] = resident
+                common["reserve_bytes"] = reading.reserve_bytes - device.cublas_bytes
+                rank = TrainerRank(
+                    runtime, meter=meter, head_chunk_rows=options.head_chunk_rows,
+                    max_packed_tokens=options.max_packed_tokens, caller_bytes_per_token=options.caller_bytes_per_token,
+                )  # fmt: skip
+                if data is not None:
+                    self.refused = refused_alone(rank, data, options.max_packed_tokens)
+                    if self.refused:
+                        # Planned for its refusal, which names the terms.
+                        requests = [data.requests[self.refused[0].request]]
+                planned = rank.plan(requests)
+                if self.refused:
+                    # It fits as the whole of a step, but not beside the gradients of another pass.
+                    return self._refused_beside(common, rank, requests)
+            except torch.OutOfMemoryError as error:
+                return weights_alone(f"the weights alone do not fit: {error}")
+            except TrainerRankMemoryError as error:
+                return self._refused(common, requests, error)
+        return self._fits(common, planned)
+
+    def _fits(self, common: dict[str, Any], planned: Sequence[PlannedPass]) -> PlanReport:
+        worst = max(planned, key=lambda one: one.admission.charged_bytes, default=None)
+        pending = {} if worst is None else _pending(worst)
+        passes = tuple(_pass(one.admission.price, one.works, one.stats.requests) for one in planned)
+        largest = None
+        if worst is not None:
+            largest = _pass(worst.admission.price, worst.works, worst.stats.requests)
+            self.work = max(worst.works, key=lambda work: work.batch.packed_rows, default=None)
+        needed = 0 if largest is None else largest.required_bytes
+        return PlanReport(
+            **common, fits=True, pending=pending, passes=passes, worst=largest, refusal=None, short_bytes=0,
+            peak_bytes=sum(common["resident"].values()) + sum(pending.values()) + needed,
+        )  # fmt: skip
+
+    def _refused(
+        self, common: dict[str, Any], requests: Sequence[Request], error: TrainerRankMemoryError
+    ) -> PlanReport:
+        worst, pending, charged = None, {}, 0
+        if error.admission is not None:
+            charged = error.admission.charged_bytes
+            pending = {term.name: term.num_bytes for term in error.admission.pending}
+            if error.request_index is not None:
+                self.work = pass_work([requests[error.request_index]], [error.request_index])
+                worst = _pass(error.admission.price, (self.work,), 1)
+        return PlanReport(
+            **common, fits=False, pending=pending, passes=(), worst=worst, refusal=str(error),
+            short_bytes=error.short_bytes or 0, peak_bytes=sum(common["resident"].values()) + charged,
+        )  # fmt: skip
+
+    def _refused_beside(self, common: dict[str, Any], rank: TrainerRank, requests: Sequence[Request]) -> PlanReport:
+        (alone,) = rank.plan_alone(requests)
+        (self.work,) = alone.works
+        number, verdict = self.refused[0].request, alone.admission
+        return PlanReport(
+            **common, fits=False, pending=_pending(alone), passes=(),
+            worst=_pass(verdict.price, alone.works, 1), short_bytes=verdict.short_bytes,
+            refusal=f"request {number} of {requests[0].num_tokens} tokens fits as a whole step, but not beside the "
+            f"gradients of another pass of its step: it {verdict.explain()}",
+            peak_bytes=sum(common["resident"].values()) + verdict.charged_bytes,
+        )  # fmt: skip
+
+
+def _pending(planned: PlannedPass) -> dict[str, int]:
+    return {term.name: term.num_bytes for term in planned.admission.pending}
+
+
+def _pass(price: Price, works: Sequence[PassWork], requests: int) -> PassReport:
     return PassReport(
-        requests=stats.requests,
-        packed_rows=stats.packed_rows,
-        logical_tokens=stats.logical_tokens,
-        head_rows=sum(work.head.num_rows for work in planned.works),
+        requests=requests,
+        packed_rows=sum(work.batch.packed_rows for work in works),
+        logical_tokens=sum(work.batch.logical_tokens for work in works),
+        head_rows=sum(work.head.num_rows for work in works),
+        segments=sum(work.batch.num_segments for work in works),
         required_bytes=price.required_bytes,
+        retained_bytes=price.retained_bytes,
         phase=price.phase,
+        layer=price.layer,
         terms={term.name: term.num_bytes for term in price.terms},
     )
-
-
-def _fixes(options: Options, device: Device, requests: Requests, refused: PlanReport) -> Iterator[Fix]:
-    """Yield the changes that make the step fit, each planned anew; those that change least come first."""
-    before = refused.peak_bytes
-    for change, changed in _changes(options):
-        plan = make_plan(changed, device, requests, with_fixes=False)
-        if plan.fits:
-            yield Fix(change=change, before_bytes=before, after_bytes=plan.peak_bytes, passes=len(plan.passes))
-    for larger in sorted(DEVICES, key=lambda one: one.usable_bytes):
-        if larger.usable_bytes > device.usable_bytes and larger.usable_bytes > before:
-            plan = make_plan(options, larger, requests, with_fixes=False)
-            if plan.fits:
-                yield Fix(change=f"take a {larger.name} instead of {device.name}", before_bytes=before,
-                          after_bytes=plan.peak_bytes, passes=len(plan.passes))  # fmt: skip
-                return
-
-
-def _changes(options: Options) -> Iterator[tuple[str, Options]]:
-    """Yield single changes of the options, and then all of them together."""
-    together = options
-    rows = options.head_chunk_rows
-    if rows > _FEWEST_CHUNK_ROWS:
-        fewer = max(_FEWEST_CHUNK_ROWS, min(512, rows // 4))
-        together = replace(together, head_chunk_rows=fewer)
-        yield f"chunk the head: {rows:,} -> {fewer:,} rows", replace(options, head_chunk_rows=fewer)
-    if options.recompute == "none":
-        together = replace(together, recompute="full")
-        yield "recompute: none -> full", replace(options, recompute="full")
-    if options.dtype == "float32":
-        together = replace(together, dtype="bfloat16")
-        yield "dtype: float32 -> bfloat16", replace(options, dtype="bfloat16")
-    if together != options:
-        yield "all of these together", together
-    if options.lora_rank is None:
-        yield "train adapters of rank 16 instead of all weights", replace(together, lora_rank=16)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -50,6 +51,16 @@ class Shape:
         if "completion" not in found:
             raise ConfigError(f"shape must say completion=<tokens>, got {text!r}")
         return cls(**found)
+
+    def shorter(self, longest: int) -> tuple[str, Callable[[int], list[Request]]] | None:
+        """Return the change in words and the requests with completions cut to ``longest`` tokens in all."""
+        fewer = longest - self.system - self.prompt
+        if not 1 <= fewer < self.completion:
+            return None
+        return (
+            f"completion: {self.completion:,} -> {fewer:,} tokens",
+            replace(self, completion=fewer).requests,
+        )
 
     def requests(self, vocabulary_size: int) -> list[Request]:
         """Return the requests, with random tokens that share what the shape says."""

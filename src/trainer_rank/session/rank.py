@@ -200,7 +200,7 @@ class TrainerRank:
         return tuple(
             PlannedPass.of(*group.admission(number, number + 1, budget, pending))
             for units in plan_order(flat)
-            for group in [Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)]
+            for group in [self._candidates(flat, units)]
             for number in range(group.num_units)
         )
 

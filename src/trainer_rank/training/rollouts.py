@@ -72,7 +72,7 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> list[Rollout]:
             that does not parse, column.
     """
     chosen = limits if limits is not None else Limits()
-    rollouts = [_rollout(path, number, entries, chosen) for number, entries in _objects(path)]
+    rollouts = [rollout_of(path, number, entries, chosen) for number, entries in _objects(path)]
     if not rollouts:
         raise DataError("holds no request; write one JSON document per line", path=path)
     return rollouts
@@ -130,7 +130,12 @@ def _unique(path: Path, number: int, pairs: list[tuple[str, Any]]) -> dict[str, 
     return entries
 
 
-def _rollout(path: Path, number: int, entries: dict[str, Any], limits: Limits) -> Rollout:
+def rollout_of(path: Path, number: int, entries: dict[str, Any], limits: Limits) -> Rollout:
+    """Return the rollout that the entries of one line (or row) describe.
+
+    Raises:
+        DataError: As ``read_rollouts``.
+    """
     line = _Line(path=path, number=number, entries=entries)
     line.check_names()
     tokens = line.tokens(limits)

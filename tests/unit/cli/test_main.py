@@ -22,7 +22,16 @@ def test_commands_and_options_are_pinned() -> None:
         name: sorted(option for parameter in sub.params for option in parameter.opts) for name, sub in commands.items()
     }
     assert sorted(option for parameter in command.params for option in parameter.opts) == ["--version"]
-    assert options == {"train": ["--debug", "--json", "config"]}
+    assert options == {
+        "train": ["--debug", "--json", "--warm-up", "config"],
+        "plan": sorted(
+            [
+                "--all-passes", "--caller-bytes-per-token", "--config", "--data", "--debug", "--device", "--dtype",
+                "--full", "--groups-per-step", "--head-chunk-rows", "--html", "--json", "--lora-rank",
+                "--max-packed-tokens", "--memory", "--model", "--recompute", "--shape",
+            ]
+        ),
+    }  # fmt: skip
 
 
 def test_help_succeeds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,15 +44,24 @@ def flash_forward_bytes(sizes: CallSizes, multiprocessors: int) -> int:
     if queries == 1 and sizes.groups < heads:
         # A single query row with grouped heads is run with the heads of a group as its rows.
         heads, queries = sizes.groups, heads // sizes.groups
-    keys_per_block = 256 if sizes.head_size <= 64 else 128 if sizes.head_size <= 128 else 64
     splits = _num_splits(
         tiles=sizes.batch * heads * -(-queries // _SPLIT_ROWS),
         slots=2 * multiprocessors,
-        key_blocks=-(-sizes.keys // keys_per_block),
+        key_blocks=-(-sizes.keys // _keys_per_block(sizes.head_size)),
     )
     if splits == 1:
         return 0
     return splits * sizes.batch * heads * queries * (_padded_head(sizes.head_size) + 1) * _FLOAT32
+
+
+def flash_forward_at_most(*, keys: int, head_size: int, multiprocessors: int) -> int:
+    """Return what ``flash_forward_bytes`` never exceeds on at most ``keys`` keys, whatever the batch and the queries.
+
+    Keys are only split while the tiles of 64 query rows leave a fifth of the slots idle.
+    """
+    slots = 2 * multiprocessors
+    splits = min(_MOST_SPLITS, slots, -(-keys // _keys_per_block(head_size)))
+    return 0 if splits <= 1 else splits * _SPLIT_ROWS * slots * (_padded_head(head_size) + 1) * _FLOAT32
 
 
 def flash_backward_bytes(sizes: CallSizes, multiprocessors: int, *, itemsize: int, deterministic: bool) -> int:
@@ -81,6 +90,10 @@ def efficient_backward_bytes(sizes: CallSizes) -> int:
     # Each tile carries a lock, a counter and padding: 16 bytes.
     workspace = sequences * tiles * (tile_rows * tile_columns * _FLOAT32 + 16)
     return max(sums * sizes.head_size + 2 * sums, sums + workspace)
+
+
+def _keys_per_block(head_size: int) -> int:
+    return 256 if head_size <= 64 else 128 if head_size <= 128 else 64
 
 
 def _padded_head(head_size: int) -> int:
