@@ -17,6 +17,7 @@ Shortened = Callable[[int], tuple[str, PlanReport] | None]
 """Plans the requests with none of more than so many tokens; the change in words, or None when that leaves nothing."""
 
 _FEWEST_CHUNK_ROWS: Final = 64
+_TOGETHER: Final = "all of these together"
 _LORA_RANK: Final = 16
 _SHARES: Final = (1.0, 0.95, 0.8)
 
@@ -29,13 +30,14 @@ def find_fixes(
     def fix(change: str, plan: PlanReport) -> Fix:
         return Fix(change=change, before_bytes=refused.peak_bytes, after_bytes=plan.peak_bytes, passes=len(plan.passes))
 
-    found = False
+    least: int | None = None
     for change, changed in _changes(options, refused):
         plan = again(changed, device)
-        if plan.fits:
-            found = True
+        # All together may be no better than one of them alone.
+        if plan.fits and (least is None or change != _TOGETHER or plan.peak_bytes < least):
+            least = plan.peak_bytes if least is None else min(least, plan.peak_bytes)
             yield fix(change, plan)
-    if not found and refused.short_bytes and refused.worst is not None and shortened is not None:
+    if least is None and refused.short_bytes and refused.worst is not None and shortened is not None:
         for length in _lengths(refused):
             shorter = shortened(length)
             if shorter is not None and shorter[1].fits:
@@ -45,7 +47,7 @@ def find_fixes(
         if larger.usable_bytes > max(device.usable_bytes, refused.peak_bytes):
             plan = again(options, larger)
             if plan.fits:
-                yield fix(f"take a {larger.name} instead of {device.name}", plan)
+                yield fix(f"device: {device.name} -> {larger.name}", plan)
                 return
 
 
@@ -68,7 +70,7 @@ def _changes(options: Options, refused: PlanReport) -> Iterator[tuple[str, Optio
         together, singles = replace(together, dtype="bfloat16"), singles + 1
         yield "dtype: float32 -> bfloat16", replace(options, dtype="bfloat16")
     if singles > 1:
-        yield "all of these together", together
+        yield _TOGETHER, together
     if options.lora_rank is None:
         yield f"train adapters of rank {_LORA_RANK} instead of all weights", replace(together, lora_rank=_LORA_RANK)
 

@@ -120,7 +120,8 @@ class Gate:
         raise_it = f"raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
         if self._runtime.recompute == "none":
             return f"Set recompute='full', or {raise_it}"
-        if verdict.price.phase == "head" and self._head_chunk_rows > 64:
+        from_head = "head" in (verdict.price.phase, verdict.largest_term.name)
+        if from_head and self._head_chunk_rows > 64:
             return f"Lower head_chunk_rows from {self._head_chunk_rows}, or {raise_it}"
         return raise_it[0].upper() + raise_it[1:]
 

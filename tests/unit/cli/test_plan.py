@@ -137,7 +137,7 @@ def test_a_step_that_does_not_fit_exits_with_1(model: str, capsys: pytest.Captur
     changes = [fix["change"] for fix in plan["fixes"]]
     assert all(fix["after_bytes"] < 540 * MIB for fix in plan["fixes"][:-1])
     assert changes[0].startswith("completion: 8,000 -> ")
-    assert changes[-1].startswith("take a ")
+    assert changes[-1].startswith("device: ")
     # Made, the first change gives the plan it promises.
     fewer = changes[0].removeprefix("completion: 8,000 -> ").removesuffix(" tokens").replace(",", "")
     assert run([*arguments[:-1], f"prompt=10 completion={fewer}", "--json"]) == SUCCESS
