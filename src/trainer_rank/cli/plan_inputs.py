@@ -16,7 +16,6 @@ from trainer_rank.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from trainer_rank.planning.data_set import DataSet
     from trainer_rank.training.config import TrainConfig
-    from trainer_rank.training.rollouts import Rollout
 
 # What a training run's configuration says itself.
 _IN_CONFIG = ("model", "shape", "data", "recompute", "lora-rank", "full", "dtype", "groups-per-step")
@@ -135,9 +134,10 @@ def _options_of(config: TrainConfig, given: Mapping[str, Any]) -> Options:
 def _data(given: Mapping[str, Any], config: TrainConfig | None) -> DataSet:
     from trainer_rank.planning.data_set import DataSet
     from trainer_rank.requests import Request
+    from trainer_rank.training.parquet import read_data
     from trainer_rank.training.schedule import group_rollouts
 
-    rollouts = _rollouts(Path(given["data"] if config is None else config.data.path))
+    rollouts = read_data(Path(given["data"] if config is None else config.data.path))
     groups = [
         [Request.next_token(one.tokens, trained=one.trained, weight=one.weight) for one in group]
         for group in group_rollouts(rollouts)
@@ -146,13 +146,3 @@ def _data(given: Mapping[str, Any], config: TrainConfig | None) -> DataSet:
         return DataSet(groups=groups, groups_per_step=config.groups_per_step, repeats=config.steps is not None)
     in_step = given["groups-per-step"]
     return DataSet(groups=groups, groups_per_step=len(groups) if in_step is None else in_step)
-
-
-def _rollouts(path: Path) -> list[Rollout]:
-    if path.suffix == ".parquet":
-        from trainer_rank.training.parquet import read_parquet
-
-        return read_parquet(path)
-    from trainer_rank.training.rollouts import read_rollouts
-
-    return read_rollouts(path)

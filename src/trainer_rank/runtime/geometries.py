@@ -65,6 +65,7 @@ GEOMETRIES: Final = {
     "Llama-3.2-3B": _llama(3072, 28, 24, 8, 8192, head=128, tied=True),
     "Llama-3.1-8B": _llama(4096, 32, 32, 8, 14336, head=128, tied=False),
     "Llama-3.1-70B": _llama(8192, 80, 64, 8, 28672, head=128, tied=False),
+    "Llama-3.3-70B": _llama(8192, 80, 64, 8, 28672, head=128, tied=False),
     "Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, vocabulary=151936, tied=True),
     "Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, vocabulary=151936, tied=True),
     "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, vocabulary=151936, tied=True),

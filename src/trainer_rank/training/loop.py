@@ -19,10 +19,11 @@ from trainer_rank.session import MicroBatchStats, TrainerRank
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.losses import Loss, loss_for, sampled
 from trainer_rank.training.one_by_one import compare
+from trainer_rank.training.parquet import read_data
 from trainer_rank.training.progress import Progress
 from trainer_rank.training.records import ComparisonRecord, EvaluationRecord, RunSummary, StepRecord
 from trainer_rank.training.resident import ResidentPeak
-from trainer_rank.training.rollouts import Limits, Rollout, read_rollouts
+from trainer_rank.training.rollouts import Limits, Rollout
 from trainer_rank.training.run_folder import RunFolder
 from trainer_rank.training.schedule import group_rollouts, plan_steps
 
@@ -40,8 +41,8 @@ def train(config: TrainConfig, *, progress: Progress) -> Path:
         TrainingError: Loss or gradient is no longer finite.
     """
     limits = _limits(config)
-    groups = group_rollouts(read_rollouts(Path(config.data.path), limits))
-    evaluation = None if config.data.eval_path is None else read_rollouts(Path(config.data.eval_path), limits)
+    groups = group_rollouts(read_data(Path(config.data.path), limits))
+    evaluation = None if config.data.eval_path is None else read_data(Path(config.data.eval_path), limits)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)

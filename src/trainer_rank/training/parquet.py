@@ -10,9 +10,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer_rank.errors import ConfigError, DataError
-from trainer_rank.training.rollouts import FIELDS, Limits, Rollout, rollout_of
+from trainer_rank.training.rollouts import FIELDS, Limits, Rollout, read_rollouts, rollout_of
 
 _ROWS_AT_ONCE: Final = 1024
+
+
+def read_data(path: Path, limits: Limits | None = None) -> list[Rollout]:
+    """Return the rollouts of a data file: Parquet by its suffix ``.parquet``, JSON Lines else.
+
+    Raises:
+        DataError, ConfigError: As ``read_rollouts`` and ``read_parquet``.
+    """
+    return read_parquet(path, limits) if path.suffix == ".parquet" else read_rollouts(path, limits)
 
 
 def read_parquet(path: Path, limits: Limits | None = None) -> list[Rollout]:
