@@ -26,12 +26,15 @@ def plan(
     device: Annotated[str | None, typer.Option(help="Usual name of a GPU: H200, A100-40GB, L4, ...")] = None,
     memory: Annotated[str | None, typer.Option(help="Bytes of a GPU instead of its name: 24GiB.")] = None,
     recompute: Annotated[str | None, typer.Option(help="full or none [default: full].")] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option(help="Rank of the adapters on every projection [default: 16].")
+    lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters [default: 16].")] = None,
+    targets: Annotated[
+        str | None, typer.Option(help="Layers that get one: q_proj,v_proj [default: every projection].")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of adapters.")] = False,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32 [default: bfloat16].")] = None,
-    head_chunk_rows: Annotated[int, typer.Option(help="Rows that meet the vocabulary at a time.")] = 512,
+    head_chunk_rows: Annotated[
+        str, typer.Option(help="Rows that meet the vocabulary at a time; none: all at once.")
+    ] = "512",
     max_packed_tokens: Annotated[int | None, typer.Option(help="Cap on packed rows of a pass.")] = None,
     caller_bytes_per_token: Annotated[int, typer.Option(help="Bytes of your own loss per token.")] = 256,
     all_passes: Annotated[bool, typer.Option("--all-passes", help="List every pass.")] = False,
@@ -56,6 +59,7 @@ def plan(
             "memory": memory,
             "recompute": recompute,
             "lora-rank": lora_rank,
+            "targets": targets,
             "full": full,
             "dtype": dtype,
             "head-chunk-rows": head_chunk_rows,

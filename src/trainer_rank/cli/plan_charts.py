@@ -52,11 +52,13 @@ def timeline(report: PlanReport) -> Chart | None:
     ends = [(base + one.end_bytes) / GIB for one in report.timeline]
     flat = [("outside torch", 0), ("weights", 1), ("gradients", 2), ("optimizer state", 3)]
     worst = set(report.worst.terms) if report.worst is not None else set()
+    # From the left edge of the first bar to the right edge of the last.
+    edges = [-0.5, *places, len(places) - 0.5]
     standing = {index: sum(share for kind, name, share in shares(report) if kind == index and name not in worst)
                 for _, index in flat}  # fmt: skip
     traces: list[Any] = [
-        {"type": "scatter", "mode": "lines", "name": name, "stackgroup": "standing", "x": places,
-         "y": [standing[index] / GIB] * len(places), "line": {"width": 0}, "fillcolor": COLOURS[index],
+        {"type": "scatter", "mode": "lines", "name": name, "stackgroup": "standing", "x": edges,
+         "y": [standing[index] / GIB] * len(edges), "line": {"width": 0}, "fillcolor": COLOURS[index],
          "hovertemplate": f"{name} {format_bytes(standing[index])}<extra></extra>"}
         for name, index in flat if standing[index]
     ]  # fmt: skip
@@ -73,7 +75,8 @@ def timeline(report: PlanReport) -> Chart | None:
     top = max(*peaks, report.peak_bytes / GIB)
     limit, near, note = _room(report, top)
     return traces, {
-        "xaxis": {"tickvals": places, "ticktext": [label.partition(" ")[2] for label in labels], "tickangle": -35},
+        "xaxis": {"tickvals": places, "ticktext": [label.partition(" ")[2] for label in labels], "tickangle": -35,
+                  "range": [edges[0], edges[-1]]},
         "yaxis": {"title": {"text": "GiB on the device"}, "gridcolor": "#e4e7eb", "range": [0, near * 1.08]},
         "shapes": limit, "annotations": note, "bargap": 0.2,
         "margin": {"l": 70, "r": 20, "t": 30, "b": 110}, "legend": {"orientation": "h", "y": -0.45, "x": 0},

@@ -50,7 +50,7 @@ def print_json(report: PlanReport) -> None:
 def print_text(report: PlanReport, *, all_passes: bool, console: Console | None = None) -> None:
     """Print verdict, bar, terms, phases, passes and, when it does not fit, what would."""
     console = console if console is not None else Console(highlight=False)
-    console.print(_verdict(report))
+    console.print(_verdict(report), soft_wrap=True)
     if report.data_set is not None:
         console.print(_data_set(report.data_set, report), soft_wrap=True)
     console.print(_bar(report, max(20, min(console.width, _WIDEST_BAR) - 2)))
@@ -104,11 +104,13 @@ def _data_set(data: DataSetReport, report: PlanReport) -> Text:
         f"longest request {data.longest_request:,} tokens"
     ]
     if data.refused:
-        kinds = len(data.refused)
-        lines.append(f"{kinds} kind{'' if kinds == 1 else 's'} of request cannot fit alone, so some step would stop")
-    elif data.worst_by == "sizes":
+        count = len(data.refused)
+        named = ", ".join(f"{one.name} ({one.tokens:,} tokens)" for one in data.refused[:4])
+        more = f" and {count - 4} other kinds" if count > 4 else ""
+        lines.append(f"cannot fit alone, so some step would stop: {named}{more}")
+    elif report.fits and data.worst_by == "sizes":
         lines.append(f"no step, in whatever order groups are drawn, takes more than {format_bytes(data.worst_bytes)}")
-    else:
+    elif report.fits:
         lines.append(
             f"every request fits alone, so every step fits in some number of passes; none takes more than "
             f"{format_bytes(data.worst_bytes)}"

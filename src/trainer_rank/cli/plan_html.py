@@ -57,7 +57,7 @@ def write_page(report: PlanReport, path: Path) -> None:
     drawn = [(name, height, chart) for name, height, chart in charts if chart is not None]
     draw = "".join(
         f"Plotly.newPlot({json.dumps(name)},{_script(traces)},{_script(_layout(layout, height))},"
-        "{responsive:true,displaylogo:false});"
+        "{responsive:true,displayModeBar:false});"
         for name, height, (traces, layout) in drawn
     )
     page = _PAGE.format(

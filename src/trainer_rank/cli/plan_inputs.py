@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainer_rank.training.config import TrainConfig
 
 # What a training run's configuration says itself.
-_IN_CONFIG = ("model", "shape", "data", "recompute", "lora-rank", "full", "dtype", "groups-per-step")
+_IN_CONFIG = ("model", "shape", "data", "recompute", "lora-rank", "targets", "full", "dtype", "groups-per-step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +56,23 @@ def read_inputs(given: Mapping[str, Any]) -> Inputs:
             f"exactly one of --shape and --data must be given, got --shape {given['shape']!r} and "
             f"--data {given['data']}"
         )
-    if given["full"] and given["lora-rank"] is not None:
-        raise ConfigError(f"--full trains all weights and --lora-rank {given['lora-rank']} adapters; give one of them")
+    for name in ("lora-rank", "targets"):
+        if given["full"] and given[name] is not None:
+            raise ConfigError(f"--full trains all weights and --{name} {given[name]} adapters; give one of them")
     if given["groups-per-step"] is not None and given["data"] is None:
         raise ConfigError("--groups-per-step belongs to --data; a shape is one step of groups=<number> groups")
     _check(given)
+    chunk_rows = _chunk_rows(given["head-chunk-rows"])
     gpu = _gpu(given["device"], given["memory"], None if config is None else config.memory_budget)
-    options = _options(given) if config is None else _options_of(config, given)
-    if given["shape"] is not None:
-        return Inputs(options=options, gpu=gpu, shape=Shape.parse(given["shape"]), data=None)
-    return Inputs(options=options, gpu=gpu, shape=None, data=_data(given, config))
+    shape = None if given["shape"] is None else Shape.parse(given["shape"])
+    data = None if shape is not None else _data(given, config)
+    if chunk_rows is None:
+        # A head in one piece has a row for each trained token at most.
+        trained = 0 if shape is None else shape.trained_tokens
+        trained += 0 if data is None else sum(one.num_trained for one in data.requests)
+        chunk_rows = max(1, trained)
+    options = _options(given, chunk_rows) if config is None else _options_of(config, given, chunk_rows)
+    return Inputs(options=options, gpu=gpu, shape=shape, data=data)
 
 
 def _check(given: Mapping[str, Any]) -> None:
@@ -74,7 +81,6 @@ def _check(given: Mapping[str, Any]) -> None:
             raise ConfigError(f"--{name} must be {' or '.join(choices)}, got {given[name]!r}")
     for name, least in (
         ("lora-rank", 1),
-        ("head-chunk-rows", 1),
         ("max-packed-tokens", 1),
         ("caller-bytes-per-token", 0),
         ("groups-per-step", 1),
@@ -103,21 +109,43 @@ def _gpu(device: str | None, memory: str | None, budget: int | str | None) -> De
     return Device(name=f"a GPU of {format_bytes(capacity)}", usable_bytes=capacity, multiprocessors=132)
 
 
-def _options(given: Mapping[str, Any]) -> Options:
+def _chunk_rows(text: str) -> int | None:
+    """Return the rows of a chunk; None is all at once."""
+    if text == "none":
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"--head-chunk-rows must be a whole number of at least 1, or none, got {text!r}")
+    return int(text)
+
+
+def _targets(text: str | None) -> tuple[str, ...]:
+    """Return the layers named in a text such as ``q_proj,v_proj``; the model knows which there are."""
+    if text is None:
+        return PROJECTIONS
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names) or len(set(names)) != len(names):
+        raise ConfigError(
+            f"--targets must be different names with commas between them, got {text!r}; "
+            f"write for example --targets {','.join(PROJECTIONS[:2])}"
+        )
+    return names
+
+
+def _options(given: Mapping[str, Any], head_chunk_rows: int) -> Options:
     rank = given["lora-rank"]
     return Options(
         model=given["model"],
         lora_rank=None if given["full"] else 16 if rank is None else rank,
-        lora_targets=PROJECTIONS,
+        lora_targets=_targets(given["targets"]),
         recompute="none" if given["recompute"] == "none" else "full",
         dtype="bfloat16" if given["dtype"] is None else given["dtype"],
-        head_chunk_rows=given["head-chunk-rows"],
+        head_chunk_rows=head_chunk_rows,
         max_packed_tokens=given["max-packed-tokens"],
         caller_bytes_per_token=given["caller-bytes-per-token"],
     )
 
 
-def _options_of(config: TrainConfig, given: Mapping[str, Any]) -> Options:
+def _options_of(config: TrainConfig, given: Mapping[str, Any], head_chunk_rows: int) -> Options:
     model = config.model
     return Options(
         model=model.path,
@@ -125,7 +153,7 @@ def _options_of(config: TrainConfig, given: Mapping[str, Any]) -> Options:
         lora_targets=PROJECTIONS if model.lora is None else model.lora.targets,
         recompute=model.recompute,
         dtype=model.dtype,
-        head_chunk_rows=given["head-chunk-rows"],
+        head_chunk_rows=head_chunk_rows,
         max_packed_tokens=given["max-packed-tokens"],
         caller_bytes_per_token=given["caller-bytes-per-token"],
     )
@@ -138,11 +166,13 @@ def _data(given: Mapping[str, Any], config: TrainConfig | None) -> DataSet:
     from trainer_rank.training.schedule import group_rollouts
 
     rollouts = read_data(Path(given["data"] if config is None else config.data.path))
+    grouped = group_rollouts(rollouts)
     groups = [
-        [Request.next_token(one.tokens, trained=one.trained, weight=one.weight) for one in group]
-        for group in group_rollouts(rollouts)
+        [Request.next_token(one.tokens, trained=one.trained, weight=one.weight) for one in group] for group in grouped
     ]
+    lines = [one.line for group in grouped for one in group]
     if config is not None:
-        return DataSet(groups=groups, groups_per_step=config.groups_per_step, repeats=config.steps is not None)
+        repeats = config.steps is not None
+        return DataSet(groups=groups, groups_per_step=config.groups_per_step, repeats=repeats, lines=lines)
     in_step = given["groups-per-step"]
-    return DataSet(groups=groups, groups_per_step=len(groups) if in_step is None else in_step)
+    return DataSet(groups=groups, groups_per_step=len(groups) if in_step is None else in_step, lines=lines)

@@ -52,6 +52,8 @@ class DryRunPricer:
         self._caller_bytes_per_token = caller_bytes_per_token
         self._twins: dict[tuple[int, Recompute], tuple[Runtime, _Relay]] = {}
         self._prices: dict[tuple[str, Recompute], Price] = {}
+        # Of the shape run last: whoever asks for its price often asks for its timeline next.
+        self._traced: tuple[tuple[str, Recompute], dict[int, Trace]] | None = None
 
     def price(self, work: PassWork) -> Price:
         """Return the price of a pass; the same shape is run dry once."""
@@ -101,6 +103,15 @@ class DryRunPricer:
 
     def trace(self, work: PassWork, num_layers: int) -> Trace:
         """Return the events of a pass through a twin of ``num_layers`` layers."""
+        key = (work.shape_key, self._runtime.recompute)
+        if self._traced is None or self._traced[0] != key:
+            self._traced = key, {}
+        known = self._traced[1]
+        if num_layers not in known:
+            known[num_layers] = self._trace(work, num_layers)
+        return known[num_layers]
+
+    def _trace(self, work: PassWork, num_layers: int) -> Trace:
         twin, relay = self._twin(num_layers)
         recorder = AllocationRecorder(_META, twin.stands_for)
         relay.recorder = recorder

@@ -20,7 +20,7 @@ from trainer_rank.executor.dry_run import DEEPER, SHALLOW, DryRunPricer
 from trainer_rank.executor.envelope_store import EnvelopeStore
 from trainer_rank.executor.pass_features import all_calls, pass_features
 from trainer_rank.executor.sample_passes import SamplePasses
-from trainer_rank.memory import Envelope, PassFeatures, Price, Recompute, TracedPass, category_names, solve
+from trainer_rank.memory import Envelope, PassFeatures, Price, Recompute, Timeline, TracedPass, category_names, solve
 from trainer_rank.planner import PassWork
 from trainer_rank.runtime import Runtime
 
@@ -111,6 +111,10 @@ class EnvelopePricer:
         if envelope is None:
             raise EnvelopeError("the envelope of this model failed its check; price passes one by one")
         return envelope.required_bytes(candidates)
+
+    def timeline(self, work: PassWork) -> Timeline:
+        """Return the allocation timeline of a pass, from a dry run; the caller's declared bytes are not in it."""
+        return self._dry.timeline(work)
 
     def features(self, work: PassWork) -> PassFeatures:
         """Return the features of a pass."""

@@ -21,11 +21,13 @@ class DataSet:
         groups: Requests by group, at least one group.
         groups_per_step: Groups in a step.
         repeats: Whether a step may begin in one epoch and end in the next.
+        lines: Line of each request in its file, group by group; empty when there is no file.
     """
 
     groups: Sequence[Sequence[Request]]
     groups_per_step: int
     repeats: bool = False
+    lines: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.groups_per_step < 1:
@@ -53,7 +55,7 @@ class DataSet:
         """Return the data set without requests of more than so many tokens; None when nothing is left."""
         kept = [[one for one in group if one.num_tokens <= longest] for group in self.groups]
         groups = [group for group in kept if group]
-        return replace(self, groups=groups) if groups else None
+        return replace(self, groups=groups, lines=()) if groups else None
 
     def distinct(self) -> list[tuple[int, Request]]:
         """Return one request of each length and number of trained tokens, with its position; the longest first.
@@ -81,4 +83,5 @@ def _each_alone(rank: TrainerRank, data: DataSet, cap: int | None) -> Iterator[R
         (planned,) = rank.plan_alone([request])
         verdict = planned.admission
         if not verdict.admitted or planned.stats.packed_rows > (cap or planned.stats.packed_rows):
-            yield Refused(request=number, tokens=request.num_tokens, short_bytes=verdict.short_bytes)
+            line = data.lines[number] if data.lines else None
+            yield Refused(request=number, line=line, tokens=request.num_tokens, short_bytes=verdict.short_bytes)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer_rank.executor.dry_run import DryRunPricer
 from trainer_rank.memory.envelope import CALLER_PHASES
 from trainer_rank.planner import PassWork
 from trainer_rank.planning.options import Options
 from trainer_rank.planning.report import Instant, Tree
-from trainer_rank.runtime import Runtime
+from trainer_rank.session import TrainerRank
 
 
-def timeline(options: Options, runtime: Runtime, work: PassWork) -> tuple[Instant, ...]:
+def timeline(options: Options, rank: TrainerRank, work: PassWork) -> tuple[Instant, ...]:
     """Return what is live at each end of each phase of a pass, the declared caller included."""
-    dry = DryRunPricer(runtime, head_chunk_rows=options.head_chunk_rows, caller_bytes_per_token=0)
     caller = options.caller_bytes_per_token * work.batch.logical_tokens
     made = []
-    for one in dry.timeline(work).instants:
+    for one in rank.timeline(work).instants:
         added = caller if one.mark.phase in CALLER_PHASES else 0
         # Before the first layer and after the last nothing of the pass is live.
         if one.mark.phase not in ("start", "end") and one.peak_bytes:

@@ -1,4 +1,7 @@
-"""How the planned step is trained, and the model without weights that stands for the real one."""
+"""How the planned step is trained, and the model without weights that stands for the real one.
+
+Imports torch only to make the model, so that wrong input is refused at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from trainer_rank.errors import ConfigError
 from trainer_rank.memory import Recompute
-from trainer_rank.runtime.geometries import find_geometry
 
 if TYPE_CHECKING:
     from trainer_rank.runtime.transformers import TransformersRuntime
@@ -42,7 +44,7 @@ def make_runtime(options: Options) -> TransformersRuntime:
     """Return the model on ``meta``, standing for one on a CUDA device.
 
     Raises:
-        ConfigError: The model is unknown or its folder holds no configuration.
+        ConfigError: The model is unknown, its folder holds no configuration, or an adapter's target does not exist.
         UnsupportedModelError: The model cannot be run as prefix trees.
     """
     from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
@@ -56,6 +58,7 @@ def make_runtime(options: Options) -> TransformersRuntime:
 
 
 def _config(model: str) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(model)
@@ -65,7 +68,12 @@ def _config(model: str) -> Any:
             raise ConfigError(f"model must be a folder with config.json, and {model} has none")
         try:
             return AutoConfig.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: {model!r} holds no configuration that Transformers knows: {error}") from error
+        # What a configuration that contradicts itself raises depends on where the library first trips over it.
+        except (OSError, ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
+            raise ConfigError(
+                f"model: {model!r} holds no configuration that Transformers can read: {' '.join(str(error).split())}"
+            ) from error
+    from trainer_rank.runtime.geometries import find_geometry
+
     geometry = asdict(find_geometry(model))
     return AutoConfig.for_model(geometry.pop("model_type"), **geometry)

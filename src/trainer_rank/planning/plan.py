@@ -62,8 +62,8 @@ def make_plan(
     runtime = make_runtime(options)
     planned = _Planned(options, device, runtime, requests(runtime.facts.vocabulary_size))
     report = planned.report
-    if with_details and planned.work is not None:
-        report = _with_details(report, options, runtime, planned.work)
+    if with_details:
+        report = _with_details(report, options, planned)
     if report.fits or not with_fixes:
         return report
 
@@ -96,8 +96,8 @@ def make_data_set_plan(
         runtime, head_chunk_rows=options.head_chunk_rows, caller_bytes_per_token=options.caller_bytes_per_token,
         store=EnvelopeStore(default_folder()),
     )  # fmt: skip
-    # Made before the device opens; the rank then finds it in the store.
-    envelope = pricer.envelope()
+    # Made before the device opens; the rank then finds it in the store. Weights that do not fit need none.
+    envelope = pricer.envelope() if _beside_passes(device, runtime) <= device.usable_bytes else None
     planned = _Planned(options, device, runtime, step, data)
     report = planned.report
     room = report.capacity_bytes - report.reserve_bytes
@@ -121,8 +121,8 @@ def make_data_set_plan(
             refused=planned.refused, heaviest_step=heaviest, worst_bytes=worst, worst_by=by,
         ),
     )  # fmt: skip
-    if with_details and planned.work is not None:
-        report = _with_details(report, options, runtime, planned.work)
+    if with_details:
+        report = _with_details(report, options, planned)
     if report.fits or not with_fixes:
         return report
 
@@ -140,8 +140,10 @@ def make_data_set_plan(
     return replace(report, fixes=tuple(find_fixes(options, device, report, again, shortened)))
 
 
-def _with_details(report: PlanReport, options: Options, runtime: TransformersRuntime, work: PassWork) -> PlanReport:
-    return replace(report, timeline=timeline(options, runtime, work), tree=prefix_tree(work))
+def _with_details(report: PlanReport, options: Options, planned: _Planned) -> PlanReport:
+    if planned.work is None or planned.rank is None:
+        return report
+    return replace(report, timeline=timeline(options, planned.rank, planned.work), tree=prefix_tree(planned.work))
 
 
 class _Planned:
@@ -149,6 +151,7 @@ class _Planned:
 
     Attributes:
         report: What is known of it.
+        rank: That would run it; None when not even the weights fit. Its device is closed: it can only be asked.
         work: Of the pass that needs most; when the step does not fit, of the request that cannot run alone.
         refused: Requests of the data set that cannot run alone.
     """
@@ -157,6 +160,7 @@ class _Planned:
         self, options: Options, device: Device, runtime: TransformersRuntime, requests: Sequence[Request],
         data: DataSet | None = None,
     ) -> None:  # fmt: skip
+        self.rank: TrainerRank | None = None
         self.work: PassWork | None = None
         self.refused: tuple[Refused, ...] = ()
         self.report = self._plan(options, device, runtime, requests, data)
@@ -176,7 +180,7 @@ class _Planned:
             "options": asdict(options),
             "capacity_bytes": device.usable_bytes,
         }
-        needed = sum(resident.values())
+        needed = _beside_passes(device, runtime)
 
         def weights_alone(why: str) -> PlanReport:
             return PlanReport(
@@ -195,7 +199,7 @@ class _Planned:
                 )  # fmt: skip
                 common["resident"] = resident
                 common["reserve_bytes"] = reading.reserve_bytes - device.cublas_bytes
-                rank = TrainerRank(
+                self.rank = rank = TrainerRank(
                     runtime, meter=meter, head_chunk_rows=options.head_chunk_rows,
                     max_packed_tokens=options.max_packed_tokens, caller_bytes_per_token=options.caller_bytes_per_token,
                 )  # fmt: skip
@@ -211,7 +215,12 @@ class _Planned:
             except torch.OutOfMemoryError as error:
                 return weights_alone(f"the weights alone do not fit: {error}")
             except TrainerRankMemoryError as error:
-                return self._refused(common, requests, error)
+                report = self._refused(common, requests, error)
+                if self.refused and report.refusal is not None:
+                    # The rank was asked about this one request only, and calls it by its place in that call.
+                    words = report.refusal.removeprefix("request 0")
+                    report = replace(report, refusal=self.refused[0].name + words)
+                return report
         return self._fits(common, planned)
 
     def _fits(self, common: dict[str, Any], planned: Sequence[PlannedPass]) -> PlanReport:
@@ -246,14 +255,19 @@ class _Planned:
     def _refused_beside(self, common: dict[str, Any], rank: TrainerRank, requests: Sequence[Request]) -> PlanReport:
         (alone,) = rank.plan_alone(requests)
         (self.work,) = alone.works
-        number, verdict = self.refused[0].request, alone.admission
+        name, verdict = self.refused[0].name, alone.admission
         return PlanReport(
             **common, fits=False, pending=_pending(alone), passes=(),
             worst=_pass(verdict.price, alone.works, 1), short_bytes=verdict.short_bytes,
-            refusal=f"request {number} of {requests[0].num_tokens} tokens fits as a whole step, but not beside the "
+            refusal=f"{name} of {requests[0].num_tokens} tokens fits as a whole step, but not beside the "
             f"gradients of another pass of its step: it {verdict.explain()}",
             peak_bytes=sum(common["resident"].values()) + verdict.charged_bytes,
         )  # fmt: skip
+
+
+def _beside_passes(device: Device, runtime: TransformersRuntime) -> int:
+    """Return what the device holds before any pass, without the allocator's rounding."""
+    return device.context_bytes + device.cublas_bytes + runtime.facts.weight_bytes
 
 
 def _pending(planned: PlannedPass) -> dict[str, int]:

@@ -80,11 +80,23 @@ class Fix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A request of a data set that cannot fit alone: its position in the file, its length, the bytes missing."""
+    """A request of a data set that cannot fit alone.
+
+    Attributes:
+        request: Its position, group by group.
+        line: Its line in the file, if there is one.
+        tokens, short_bytes: Its length, and the bytes missing.
+    """
 
     request: int
+    line: int | None
     tokens: int
     short_bytes: int
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return f"request {self.request}" if self.line is None else f"the request of line {self.line}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
 import numpy as np
 
 from trainer_rank.errors import ConfigError
 from trainer_rank.requests import Request
+
+MOST_TOKENS: Final = 2**25
+"""Of a shape: more than any step has, and little enough to hold their numbers in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +49,29 @@ class Shape:
             if name in found:
                 raise ConfigError(f"shape.{name} must be given once, got it again in {word!r}")
             least = 0 if name in ("system", "prompt") else 1
-            if not value.isascii() or not value.isdigit() or int(value) < least:
+            # Longer numbers than any limit are not read at all.
+            if not value.isascii() or not value.isdigit() or len(value) > 18 or int(value) < least:
                 raise ConfigError(f"shape.{name} must be a whole number of at least {least}, got {value!r}")
             found[name] = int(value)
         if "completion" not in found:
             raise ConfigError(f"shape must say completion=<tokens>, got {text!r}")
-        return cls(**found)
+        shape = cls(**found)
+        if shape.logical_tokens > MOST_TOKENS:
+            raise ConfigError(
+                f"shape must have at most {MOST_TOKENS:,} tokens in all its requests, got {shape.logical_tokens:,}; "
+                "describe one step"
+            )
+        return shape
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens of all requests."""
+        return self.groups * self.g * (self.system + self.prompt + self.completion)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of them, those that are learnt."""
+        return self.groups * self.g * self.completion
 
     def shorter(self, longest: int) -> tuple[str, Callable[[int], list[Request]]] | None:
         """Return the change in words and the requests with completions cut to ``longest`` tokens in all."""

@@ -66,6 +66,10 @@ GEOMETRIES: Final = {
     "Llama-3.1-8B": _llama(4096, 32, 32, 8, 14336, head=128, tied=False),
     "Llama-3.1-70B": _llama(8192, 80, 64, 8, 28672, head=128, tied=False),
     "Llama-3.3-70B": _llama(8192, 80, 64, 8, 28672, head=128, tied=False),
+    "Qwen2-0.5B": _qwen2(896, 24, 14, 2, 4864, vocabulary=151936, tied=True),
+    "Qwen2-1.5B": _qwen2(1536, 28, 12, 2, 8960, vocabulary=151936, tied=True),
+    "Qwen2-7B": _qwen2(3584, 28, 28, 4, 18944, vocabulary=152064, tied=False),
+    "Qwen2-72B": _qwen2(8192, 80, 64, 8, 29568, vocabulary=152064, tied=False),
     "Qwen2.5-0.5B": _qwen2(896, 24, 14, 2, 4864, vocabulary=151936, tied=True),
     "Qwen2.5-1.5B": _qwen2(1536, 28, 12, 2, 8960, vocabulary=151936, tied=True),
     "Qwen2.5-3B": _qwen2(2048, 36, 16, 2, 11008, vocabulary=151936, tied=True),
@@ -87,13 +91,13 @@ GEOMETRIES: Final = {
 
 
 def find_geometry(name: str) -> Geometry:
-    """Return a built-in geometry; case, an organisation before a slash and a suffix ``-Instruct`` do not matter.
+    """Return a built-in geometry; case, an organisation before a slash and what tuning adds to a name do not matter.
 
     Raises:
         ConfigError: There is no such geometry; the message names the nearest.
     """
     known = {key.lower(): geometry for key, geometry in GEOMETRIES.items()}
-    wanted = name.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-base")
+    wanted = name.rpartition("/")[2].lower().removeprefix("meta-").removesuffix("-instruct").removesuffix("-base")
     if wanted in known:
         return known[wanted]
     names = {key.lower(): key for key in GEOMETRIES}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any, Final
 
-from trainer_rank.errors import UnsupportedModelError
+from trainer_rank.errors import ConfigError, UnsupportedModelError
 
 FAMILIES: Final = ("llama", "qwen2", "qwen3")
 _NEXT: Final = f"Use a model of one of the families {', '.join(FAMILIES)}"
@@ -75,6 +76,21 @@ def check_adapter(config: Any) -> None:
             reason=f"dropout {config.lora_dropout} would differ between a shared prefix and its copies",
             next_step="Set lora_dropout to 0",
         )
+
+
+def check_targets(config: Any, model: Any) -> None:
+    """Raise ``ConfigError`` for a target that names no layer; PEFT ignores one beside another that does."""
+    targets = getattr(config, "target_modules", None)
+    if not isinstance(targets, list | tuple | set):
+        return
+    layers = [name for name, _ in model.named_modules() if name]
+    for target in sorted(targets):
+        if not any(name == target or name.endswith(f".{target}") for name in layers):
+            known = sorted({name.rpartition(".")[2] for name in layers if name.endswith("_proj")})
+            near = difflib.get_close_matches(target, known, n=2, cutoff=0.3) or known
+            raise ConfigError(
+                f"the adapter's targets must name layers of the model, got {target!r}; nearest: {', '.join(near)}"
+            )
 
 
 def _slides(config: Any) -> bool:

@@ -33,7 +33,7 @@ from trainer_rank.runtime.attention import (
     tree_attention,
 )
 from trainer_rank.runtime.base import Observer, Runtime
-from trainer_rank.runtime.support import check_adapter, check_supported
+from trainer_rank.runtime.support import check_adapter, check_supported, check_targets
 from trainer_rank.runtime.transfer import to_device
 
 ATTENTION = "trainer_rank_tree"
@@ -128,7 +128,10 @@ class TransformersRuntime(Runtime):
         if lora is not None:
             check_adapter(lora)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-        return cls(model if lora is None else get_peft_model(model, copy.deepcopy(lora)), recompute=recompute)
+        if lora is not None:
+            check_targets(lora, model)
+            model = get_peft_model(model, copy.deepcopy(lora))
+        return cls(model, recompute=recompute)
 
     @classmethod
     def from_config(
@@ -159,6 +162,7 @@ class TransformersRuntime(Runtime):
                 config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
             )
             if lora is not None:
+                check_targets(lora, model)
                 model = get_peft_model(model, copy.deepcopy(lora))
         return cls(model, recompute=recompute, stands_for=torch.device(stands_for))
 

@@ -15,7 +15,7 @@ from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
 from trainer_rank.executor.oom import map_out_of_memory
 from trainer_rank.executor.run import PassResult, run_forward
 from trainer_rank.executor.self_test import self_test
-from trainer_rank.memory import Observation
+from trainer_rank.memory import Observation, Timeline
 from trainer_rank.meters import Meter, Reading, open_meter
 from trainer_rank.planner import PassWork
 from trainer_rank.prefix import Layout
@@ -229,6 +229,13 @@ class TrainerRank:
                     raise self._gate.refusal(flat, group, number, budget, begun=False)
                 found.append(PlannedPass.of(candidate, verdict))
         return max(found, key=lambda one: one.admission.charged_bytes, default=None)
+
+    def timeline(self, work: PassWork) -> Timeline:
+        """Return what a planned pass allocates when, phase by phase, from a run without data.
+
+        The caller's declared bytes are not in it.
+        """
+        return self._pricer.timeline(work)
 
     def optim_step(
         self,

@@ -28,7 +28,7 @@ def test_commands_and_options_are_pinned() -> None:
             [
                 "--all-passes", "--caller-bytes-per-token", "--config", "--data", "--debug", "--device", "--dtype",
                 "--full", "--groups-per-step", "--head-chunk-rows", "--html", "--json", "--lora-rank",
-                "--max-packed-tokens", "--memory", "--model", "--recompute", "--shape",
+                "--max-packed-tokens", "--memory", "--model", "--recompute", "--shape", "--targets",
             ]
         ),
     }  # fmt: skip
