@@ -141,7 +141,8 @@ def make_data_set_plan(
 
 
 def _with_details(report: PlanReport, options: Options, planned: _Planned) -> PlanReport:
-    if planned.work is None or planned.rank is None:
+    # Where nothing is scored the model does not run.
+    if planned.work is None or planned.rank is None or not planned.work.head.num_rows:
         return report
     return replace(report, timeline=timeline(options, planned.rank, planned.work), tree=prefix_tree(planned.work))
 
