@@ -94,7 +94,9 @@ def at_most(
     labels = largest(size.labels for size in sizes)
     rows = largest(size.rows for size in sizes) + DEFAULT_SEGMENT_COST_ROWS * max(0, requests - 1)
     rows = min(rows, logical if max_packed_tokens is None else min(logical, max_packed_tokens))
-    longest = min(rows, max(size.longest for size in sizes))
+    # The envelope is of passes that run: where nothing is scored, one row is more than there is.
+    rows = max(1, rows)
+    longest = max(1, min(rows, max(size.longest for size in sizes)))
     features = PassFeatures(
         packed_rows=rows,
         index_rows=3 * LONGEST_GATHERED_LEAF * requests,

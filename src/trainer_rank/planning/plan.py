@@ -70,9 +70,9 @@ def make_plan(
     def again(changed: Options, other: Device) -> PlanReport:
         return make_plan(changed, other, requests, with_fixes=False)
 
-    def shortened(longest: int) -> tuple[str, PlanReport] | None:
+    def shortened(changed: Options, longest: int) -> tuple[str, PlanReport] | None:
         found = None if shorter is None else shorter(longest)
-        return None if found is None else (found[0], make_plan(options, device, found[1], with_fixes=False))
+        return None if found is None else (found[0], make_plan(changed, device, found[1], with_fixes=False))
 
     return replace(report, fixes=tuple(find_fixes(options, device, report, again, shortened)))
 
@@ -129,13 +129,13 @@ def make_data_set_plan(
     def again(changed: Options, other: Device) -> PlanReport:
         return make_data_set_plan(changed, other, data, with_fixes=False)
 
-    def shortened(longest: int) -> tuple[str, PlanReport] | None:
+    def shortened(changed: Options, longest: int) -> tuple[str, PlanReport] | None:
         kept = data.no_longer_than(longest)
         if kept is None:
             return None
         left_out = len(data.requests) - len(kept.requests)
-        words = f"leave out the {left_out:,} requests of more than {longest:,} tokens"
-        return words, make_data_set_plan(options, device, kept, with_fixes=False)
+        words = f"leave out the {left_out:,} request{'' if left_out == 1 else 's'} of more than {longest:,} tokens"
+        return words, make_data_set_plan(changed, device, kept, with_fixes=False)
 
     return replace(report, fixes=tuple(find_fixes(options, device, report, again, shortened)))
 

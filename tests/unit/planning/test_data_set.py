@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from transformers import LlamaConfig
 
 from tests.builders import completion, tokens
+from trainer_rank.cli.plan_display import print_text
 from trainer_rank.errors import ConfigError
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
 from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
@@ -131,7 +134,7 @@ def test_one_long_request_in_a_light_group_is_found_before_step_1(options: Optio
     assert (refused.request, refused.tokens) == (24, 12_010)
     assert refused.short_bytes > 0
     by_kind = [fix.change for fix in report.fixes]
-    assert any(change.startswith("leave out the 1 requests of more than") for change in by_kind)
+    assert any(change.startswith("leave out the 1 request of more than") for change in by_kind)
 
 
 def test_a_request_that_only_fits_alone_in_its_step_does_not_pass_for_one_that_fits(options: Options) -> None:
@@ -146,6 +149,27 @@ def test_a_request_that_only_fits_alone_in_its_step_does_not_pass_for_one_that_f
     assert report.refusal is not None
     assert "beside" in report.refusal
     assert 0 < report.short_bytes <= gradients
+
+
+def test_weights_that_do_not_fit_are_refused_without_a_word_about_requests(options: Options) -> None:
+    """Nothing was priced, so nothing is said to fit alone."""
+    data = DataSet(groups=random_groups(3), groups_per_step=2)
+    report = make_data_set_plan(options, gpu(MIB + 1000), data, with_fixes=False, with_details=True)
+    assert not report.fits
+    assert report.refusal == "the weights alone do not fit"
+    out = io.StringIO()
+    print_text(report, all_passes=False, console=Console(file=out, width=100))
+    assert "fits alone" not in out.getvalue()
+
+
+def test_a_data_set_in_which_nothing_is_trained_fits(options: Options) -> None:
+    """Its model never runs."""
+    data = DataSet(groups=[[Request.next_token(range(9), trained=[0] * 9)]], groups_per_step=4)
+    report = make_data_set_plan(options, gpu(GIB), data, with_details=True)
+    assert report.fits
+    assert report.worst is not None
+    assert report.worst.packed_rows == 0
+    assert report.timeline == ()
 
 
 @pytest.mark.parametrize(
