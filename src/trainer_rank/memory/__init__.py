@@ -6,7 +6,7 @@ from trainer_rank.memory.bounds import LowerBound, UpperBound
 from trainer_rank.memory.envelope import Envelope, Moment
 from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
-from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls
+from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls, reaches
 from trainer_rank.memory.price import Observation, Price, Term, combine, itemised
 from trainer_rank.memory.snapshot import HeldSegment, HistoryEntry, Snapshot, load_snapshot, parse_snapshot
 from trainer_rank.memory.snapshot_check import SnapshotCheck, check_history, check_snapshot
@@ -54,6 +54,7 @@ __all__ = [
     "largest_calls",
     "load_snapshot",
     "parse_snapshot",
+    "reaches",
     "replay",
     "solve",
     "stretches_at_depth",

@@ -95,6 +95,20 @@ def call_sizes(calls: Sequence[Call]) -> NDArray[np.int64]:
     return flat.reshape(len(calls), len(CALL_SIZES))
 
 
+def reaches(larger: PassFeatures, smaller: PassFeatures) -> bool:
+    """Return whether a pass reaches another in every count and, call by call of a kind, in every size.
+
+    By an envelope it then costs no less.
+    """
+    return all(a >= b for a, b in zip(larger.totals, smaller.totals, strict=True)) and all(
+        any(
+            other.kind == call.kind and all(a >= b for a, b in zip(other.sizes, call.sizes, strict=True))
+            for other in larger.calls
+        )
+        for call in smaller.calls
+    )
+
+
 def largest_calls(calls: tuple[Call, ...]) -> tuple[Call, ...]:
     """Return the calls without those that another of their kind reaches in every size, by kind and then by size."""
     by_kind: dict[str, set[tuple[int, ...]]] = {}

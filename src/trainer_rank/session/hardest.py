@@ -4,35 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from trainer_rank.memory import PassFeatures, reaches
+from trainer_rank.planner import PassWork, pass_work
 from trainer_rank.requests import Flat, Request
-from trainer_rank.session.candidates import Candidates
-from trainer_rank.session.units import Unit, plan_order
+from trainer_rank.session.units import Unit
 
 
-def hardest_units(
-    flat: Flat, candidates: Callable[[Flat, Sequence[Unit]], Candidates]
-) -> Iterator[tuple[Candidates, list[int]]]:
-    """Yield each group of units with the numbers of those that no other reaches in everything a price grows with.
+def hardest_units(flat: Flat, units: Sequence[Unit], features: Callable[[PassWork], PassFeatures]) -> Iterator[int]:
+    """Yield the numbers of the units that no other single request reaches in every feature its price grows with.
 
-    A request alone is one run of the tree: its rows are its tokens, and its price grows with tokens, scored positions,
-    labels and outputs and with nothing else. An atomic group may share inside, so every one of them is yielded.
+    Atomic groups are all yielded: which of its layouts a group takes is known only against a budget.
+
+    Args:
+        flat: All requests.
+        units: Those of one group, which may share a pass.
+        features: Of a pass.
     """
-    for units in plan_order(flat):
-        kept: list[tuple[int, ...]] = []
-        numbers = [number for number, unit in enumerate(units) if len(unit.indices) > 1]
-        alone = [(sizes(flat.leaves[unit.indices[0]]), number) for number, unit in enumerate(units)
-                 if len(unit.indices) == 1 and flat.leaves[unit.indices[0]].num_trained]  # fmt: skip
-        for found, number in sorted(alone, reverse=True):
-            if not any(all(a >= b for a, b in zip(other, found, strict=True)) for other in kept):
-                kept.append(found)
-                numbers.append(number)
-        yield candidates(flat, units), numbers
+    alike: dict[tuple[object, ...], int] = {}
+    for number, unit in enumerate(units):
+        request = flat.leaves[unit.indices[0]]
+        if len(unit.indices) > 1:
+            yield number
+        elif request.num_trained:
+            alike.setdefault(_shape(request), number)
+    alone = []
+    for number in alike.values():
+        (index,) = units[number].indices
+        alone.append((features(pass_work([flat.leaves[index]], [index])), number))
+    kept: list[PassFeatures] = []
+    # A pass that reaches another has at least its sum of counts, so it comes first.
+    for found, number in sorted(alone, key=lambda pair: (-sum(pair[0].totals), pair[1])):
+        if not any(reaches(other, found) for other in kept):
+            kept.append(found)
+            yield number
 
 
-def sizes(request: Request) -> tuple[int, ...]:
-    """Return what the price of a request alone grows with."""
+def _shape(request: Request) -> tuple[object, ...]:
+    """Return what the features of a request alone depend on."""
     labels = request.labels
     assert labels is not None, "an inactive request computes nothing"
-    scored = labels >= 0
-    rows = int((scored.any(axis=1) if labels.ndim > 1 else scored).sum())
-    return request.num_tokens, rows, request.num_trained, int(labels.size)
+    # With one label per position it does not matter which positions are scored.
+    where = request.num_trained if labels.ndim == 1 else (labels >= 0).tobytes()
+    return request.num_tokens, labels.shape, where

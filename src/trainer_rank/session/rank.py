@@ -222,8 +222,9 @@ class TrainerRank:
         check_requests(flat.leaves, self.runtime.facts)
         budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
         found = []
-        for group, numbers in hardest_units(flat, self._candidates):
-            for number in numbers:
+        for units in plan_order(flat):
+            group = self._candidates(flat, units)
+            for number in hardest_units(flat, units, self._pricer.features):
                 candidate, verdict = group.admission(number, number + 1, budget, pending)
                 if not verdict.admitted or not group.within_cap(number, number + 1):
                     raise self._gate.refusal(flat, group, number, budget, begun=False)

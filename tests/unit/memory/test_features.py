@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_rank.memory import CALL_SIZES, Call, largest_calls
+from trainer_rank.memory import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls, reaches
 
 sizes = st.tuples(*(st.integers(0, 4) for _ in CALL_SIZES))
 calls = st.lists(st.builds(lambda kind, found: call(kind, *found), st.sampled_from("ab"), sizes), max_size=8)
@@ -40,3 +40,15 @@ def test_the_largest_calls_are_those_of_the_naive_comparison(found: list[Call]) 
     assert set(kept) == naive(found)
     assert len(set(kept)) == len(kept)
     assert largest_calls(tuple(reversed(found))) == kept
+
+
+def test_a_pass_reaches_another_in_every_count_and_call_by_call() -> None:
+    """One count less, or one call that none of its kind reaches, and it does not."""
+
+    def features(count: int, *found: Call) -> PassFeatures:
+        return PassFeatures(**dict.fromkeys(TOTALS, count), calls=found)
+
+    assert reaches(features(3, call("a", 5, 2), call("a", 1, 9)), features(3, call("a", 5, 1)))
+    assert not reaches(features(2, call("a", 9, 9)), features(3))
+    assert not reaches(features(3, call("a", 5, 2), call("a", 1, 9)), features(3, call("a", 5, 9)))
+    assert not reaches(features(3, call("a", 9, 9)), features(3, call("b", 1, 1)))

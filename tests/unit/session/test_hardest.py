@@ -8,14 +8,17 @@ import torch
 
 from tests.builders import completion, tiny_runtime, tokens
 from trainer_rank import AtomicGroup, TrainerRank, TrainerRankMemoryError
+from trainer_rank.memory import Price
 from trainer_rank.meters.simulated import SimulatedMeter
+from trainer_rank.planner import PassWork
 from trainer_rank.requests import Request
-from trainer_rank.session.hardest import sizes
 
 
-def new_rank(budget: int | str = "1TiB", **options: int) -> TrainerRank:
-    meter = SimulatedMeter(budget)
-    return TrainerRank(tiny_runtime(dtype=torch.float32), meter=meter, verify_backend=False, **options)
+def new_rank(budget: int | str = "1TiB", max_packed_tokens: int | None = None) -> TrainerRank:
+    return TrainerRank(
+        tiny_runtime(dtype=torch.float32), meter=SimulatedMeter(budget), verify_backend=False,
+        max_packed_tokens=max_packed_tokens,
+    )  # fmt: skip
 
 
 def data(seed: int) -> list[Request]:
@@ -38,11 +41,35 @@ def test_it_is_the_dearest_of_all_priced_one_by_one(seed: int) -> None:
     assert prices[hardest.indices[0]] == max(prices)
 
 
-def test_only_requests_that_could_be_the_dearest_are_priced() -> None:
-    """One is longer, one scores more: neither rules the other out."""
+def test_of_requests_that_another_reaches_none_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand requests cost as many prices as there are candidates for the dearest."""
+    rank = new_rank()
+    priced: list[int] = []
+    honest = rank._pricer.price
+
+    def counting(work: PassWork) -> Price:
+        priced.append(work.batch.packed_rows)
+        return honest(work)
+
+    monkeypatch.setattr(rank._pricer, "price", counting)
     long, scored = completion(tokens(1, 90), tokens(2, 3)), completion(tokens(3, 5), tokens(4, 40))
-    assert sizes(long)[0] > sizes(scored)[0]
-    assert sizes(long)[1] < sizes(scored)[1]
+    small = [completion(tokens(number, 5), tokens(number, 3 + number % 20)) for number in range(100)]
+    assert rank.hardest([*small, long, scored]) is not None
+    # Short runs take other code when their length is a multiple of eight: one such is priced on its own.
+    assert sorted(priced) == [24, 45, 93]
+
+
+def test_more_scored_rows_can_need_less_because_chunks_are_evened_out() -> None:
+    """64 rows are one chunk of 64; 65 rows are chunks of 33 and 32. The shorter request is the harder one."""
+    meter = SimulatedMeter("1TiB")
+    runtime = tiny_runtime(dtype=torch.float32, vocabulary=5000)
+    rank = TrainerRank(runtime, meter=meter, verify_backend=False, head_chunk_rows=64)
+    batch = [completion(tokens(1, 10), tokens(2, 64)), completion(tokens(3, 10), tokens(4, 65))]
+    first, second = (rank.plan([one])[0].admission.price.required_bytes for one in batch)
+    assert first > second
+    hardest = rank.hardest(batch)
+    assert hardest is not None
+    assert hardest.indices == (0,)
 
 
 def test_one_that_cannot_fit_is_refused_before_anything_runs() -> None:
