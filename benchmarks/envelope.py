@@ -128,7 +128,7 @@ def compare(kind: Kind, seed: int) -> tuple[float, float, int]:
             continue
         traced = fold(dry.trace(work, model.facts.num_layers)).peak.peak_bytes
         errors.append(envelope.price(features).required_bytes / traced - 1)
-    print(f"{kind!s:58} {min(errors):+.6f} {max(errors):+.6f}  {len(envelope.moments)} moments, {uncovered} uncovered")
+    print(f"{kind!s:58} {min(errors):+.6f} {max(errors):+.6f}  {len(envelope.pieces)} pieces, {uncovered} uncovered")
     return max(0.0, -min(errors)), max(0.0, max(errors)), uncovered
 
 

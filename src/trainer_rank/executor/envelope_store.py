@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from trainer_rank.memory import Envelope, Moment
+from trainer_rank.memory import Envelope, Piece
 from trainer_rank.memory.envelope import COLUMNS
 
 _LIBRARIES: Final = ("torch", "transformers", "peft")
@@ -67,7 +67,7 @@ class EnvelopeStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=self._folder, delete=False) as file:
                 json.dump(_to_json(envelope), file)
-            # Another process may write the same envelope at the same moment; each file appears whole.
+            # Another process may write the same envelope at the same time; each file appears whole.
             os.replace(file.name, path)
         except OSError as error:
             warnings.warn(f"the envelope cache {path} cannot be written ({error})", RuntimeWarning, stacklevel=2)
@@ -105,9 +105,9 @@ def _to_json(envelope: Envelope) -> dict[str, Any]:
         "columns": COLUMNS,
         "categories": envelope.categories,
         "retained": envelope.retained.tolist(),
-        "moments": [
-            {"phase": moment.phase, "layer": moment.layer, "call": moment.call, "terms": moment.terms.tolist()}
-            for moment in envelope.moments
+        "pieces": [
+            {"phase": piece.phase, "layer": piece.layer, "call": piece.call, "terms": piece.terms.tolist()}
+            for piece in envelope.pieces
         ],
     }
 
@@ -117,18 +117,18 @@ def _from_json(data: dict[str, Any]) -> Envelope:
     if tuple(data["columns"]) != COLUMNS:
         raise ValueError("other columns")
     categories = tuple(str(name) for name in data["categories"])
-    moments = tuple(
-        Moment(
+    pieces = tuple(
+        Piece(
             phase=str(item["phase"]),
             layer=None if item["layer"] is None else int(item["layer"]),
             call=str(item["call"]),
             terms=_whole(item["terms"], (len(categories), len(COLUMNS))),
         )
-        for item in data["moments"]
+        for item in data["pieces"]
     )
-    if not any(not moment.call for moment in moments):
-        raise ValueError("no moment outside calls")
-    return Envelope(categories=categories, moments=moments, retained=_whole(data["retained"], (len(COLUMNS),)))
+    if not any(not piece.call for piece in pieces):
+        raise ValueError("no piece outside calls")
+    return Envelope(categories=categories, pieces=pieces, retained=_whole(data["retained"], (len(COLUMNS),)))
 
 
 def _whole(values: Any, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:

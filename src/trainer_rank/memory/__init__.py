@@ -3,7 +3,7 @@
 from trainer_rank.memory.allocator import CachingAllocator, ReplayedPeak, replay
 from trainer_rank.memory.allocator_rules import AllocatorOutOfMemoryError, AllocatorSettings, SegmentEvent
 from trainer_rank.memory.bounds import LowerBound, UpperBound
-from trainer_rank.memory.envelope import Envelope, Moment
+from trainer_rank.memory.envelope import Envelope, Piece
 from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls, reaches
@@ -30,9 +30,9 @@ __all__ = [
     "LowerBound",
     "Mark",
     "ModelFacts",
-    "Moment",
     "Observation",
     "PassFeatures",
+    "Piece",
     "Price",
     "Recompute",
     "ReplayedPeak",

@@ -1,12 +1,12 @@
 """The price of a pass as the largest of a few affine functions of its features.
 
-At any one moment of a pass the live bytes are affine in its features ``x``, so the peak is
+At any one instant of a pass the live bytes are affine in its features ``x``, so the peak is
 
-    required(x) = max over moments i of  a_i . x        (x begins with a constant 1)
+    required(x) = max over pieces i of  a_i . x        (x begins with a constant 1)
 
 with non-negative coefficients: convex, and monotone in every feature. Whatever is true of the features is true of the
 price: features that no pass of a set falls below give a lower bound, and features that none exceeds an upper bound. A
-moment inside a call (``features.Call``) has coefficients for the sizes of that call beside those of the whole pass and
+piece inside a call (``features.Call``) has coefficients for the sizes of that call beside those of the whole pass and
 counts once for each call of its kind.
 
 Where the coefficients come from: ``memory.solve``.
@@ -36,7 +36,7 @@ _NUM_TOTALS = 1 + len(TOTALS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Moment:
+class Piece:
     """One affine piece.
 
     Attributes:
@@ -63,13 +63,13 @@ class Envelope:
     """What passes of one signature cost: one model, one recompute mode, with or without gradients.
 
     Attributes:
-        categories: Names of the terms, in the order of the moments' rows.
-        moments: The affine pieces, none of them nowhere larger than another.
+        categories: Names of the terms, in the order of the pieces' rows.
+        pieces: One per instant that can be the peak, none of them nowhere larger than another.
         retained: (columns,) int64: bytes kept from the end of the forward to the backward.
     """
 
     categories: tuple[str, ...]
-    moments: tuple[Moment, ...]
+    pieces: tuple[Piece, ...]
     retained: NDArray[np.int64]
 
     def covers(self, features: PassFeatures) -> bool:
@@ -91,13 +91,13 @@ class Envelope:
             found = matrix @ one
             if found.max() > best:
                 best, number, row = int(found.max()), numbers[int(found.argmax())], one
-        best_moment = self.moments[number]
+        best_piece = self.pieces[number]
         return itemised(
             self.categories,
-            (best_moment.terms @ row).tolist(),
+            (best_piece.terms @ row).tolist(),
             retained_bytes=int(self.retained @ whole),
-            phase=best_moment.phase,
-            layer=best_moment.layer,
+            phase=best_piece.phase,
+            layer=best_piece.layer,
         )
 
     def required_bytes(self, candidates: Sequence[PassFeatures]) -> NDArray[np.int64]:
@@ -110,7 +110,7 @@ class Envelope:
         calls = [call for candidate in candidates for call in candidate.calls]
         owners = np.repeat(np.arange(len(candidates)), [len(candidate.calls) for candidate in candidates])
         sizes = call_sizes(calls)
-        # Numbered in the order they are met; a kind that was never traced raises when its moments are asked for.
+        # Numbered in the order they are met; a kind that was never traced raises when its pieces are asked for.
         codes: dict[str, int] = {}
         kind = np.fromiter((codes.setdefault(call.kind, len(codes)) for call in calls), np.int64, len(calls))
         for name, code in codes.items():
@@ -131,14 +131,14 @@ class Envelope:
     def with_caller(self, bytes_per_token: int) -> Envelope:
         """Return the envelope with ``bytes_per_token`` per logical token for the caller from the loss on."""
         column, category = COLUMNS.index("logical_tokens"), len(self.categories) - 1
-        moments = []
-        for moment in self.moments:
-            if moment.phase in CALLER_PHASES:
-                terms = moment.terms.copy()
+        pieces = []
+        for piece in self.pieces:
+            if piece.phase in CALLER_PHASES:
+                terms = piece.terms.copy()
                 terms[category, column] += bytes_per_token
-                moment = replace(moment, terms=terms)
-            moments.append(moment)
-        return replace(self, moments=tuple(moments))
+                piece = replace(piece, terms=terms)
+            pieces.append(piece)
+        return replace(self, pieces=tuple(pieces))
 
     def _rows(self, features: PassFeatures) -> list[tuple[str, tuple[int, ...]]]:
         return [("", (0,) * len(CALL_SIZES)), *((call.kind, call.sizes) for call in features.calls)]
@@ -151,12 +151,12 @@ class Envelope:
 
     @cached_property
     def _by_call(self) -> dict[str, tuple[list[int], NDArray[np.int64]]]:
-        """Return the numbers and totals of the moments by kind of call."""
+        """Return the numbers and totals of the pieces by kind of call."""
         numbers: dict[str, list[int]] = {"": []}
-        for number, moment in enumerate(self.moments):
-            numbers.setdefault(moment.call, []).append(number)
+        for number, piece in enumerate(self.pieces):
+            numbers.setdefault(piece.call, []).append(number)
         return {
-            kind: (found, np.array([self.moments[number].total for number in found]).reshape(-1, len(COLUMNS)))
+            kind: (found, np.array([self.pieces[number].total for number in found]).reshape(-1, len(COLUMNS)))
             for kind, found in numbers.items()
         }
 
@@ -169,16 +169,16 @@ def _largest(rows: NDArray[np.int64], matrix: NDArray[np.int64]) -> NDArray[np.i
     return largest
 
 
-def prune(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Return the moments that some pass may peak at: those that no other of the same kind of call reaches everywhere.
+def prune(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Return the pieces that some pass may peak at: those that no other of the same kind of call reaches everywhere.
 
-    Of equal ones the first stays. A moment inside calls also goes when one outside calls reaches it at any size.
+    Of equal ones the first stays. A piece inside calls also goes when one outside calls reaches it at any size.
     """
-    totals = np.array([moment.total for moment in moments])
+    totals = np.array([piece.total for piece in pieces])
     kept: list[int] = []
-    # In descending order of their sums, a moment that another reaches everywhere comes after it.
+    # In descending order of their sums, a piece that another reaches everywhere comes after it.
     for number in np.argsort(-totals.sum(1), kind="stable").tolist():
-        same = [other for other in kept if moments[other].call in (moments[number].call, "")]
+        same = [other for other in kept if pieces[other].call in (pieces[number].call, "")]
         if not same or not np.any(np.all(totals[same] >= totals[number], axis=1)):
             kept.append(number)
-    return tuple(moments[number] for number in sorted(kept))
+    return tuple(pieces[number] for number in sorted(kept))

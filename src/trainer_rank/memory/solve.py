@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_rank.errors import EnvelopeError
-from trainer_rank.memory.envelope import CALLER_PHASES, COLUMNS, Envelope, Moment, prune
+from trainer_rank.memory.envelope import CALLER_PHASES, COLUMNS, Envelope, Piece, prune
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures
 from trainer_rank.memory.stretches import (
     NUM_CATEGORIES,
@@ -75,12 +75,12 @@ def solve(passes: Sequence[TracedPass], *, num_layers: int, categories: tuple[st
         if traced.deeper is not None
     ]
     shallow = [(traced.features, list(stretches(traced.shallow))) for traced in passes]
-    moments = [*_between_calls(by_depth, num_layers), *_inside_calls(by_depth, shallow, num_layers)]
-    with_caller = [moment for moment in moments if moment.phase in CALLER_PHASES]
-    others = [moment for moment in moments if moment.phase not in CALLER_PHASES]
+    pieces = [*_between_calls(by_depth, num_layers), *_inside_calls(by_depth, shallow, num_layers)]
+    with_caller = [piece for piece in pieces if piece.phase in CALLER_PHASES]
+    others = [piece for piece in pieces if piece.phase not in CALLER_PHASES]
     return Envelope(
         categories=categories,
-        moments=(*prune(others), *(prune(with_caller) if with_caller else ())),
+        pieces=(*prune(others), *(prune(with_caller) if with_caller else ())),
         retained=_retained(by_depth),
     )
 
@@ -88,7 +88,7 @@ def solve(passes: Sequence[TracedPass], *, num_layers: int, categories: tuple[st
 _Sampled = Sequence[tuple[PassFeatures, Sequence[Stretch]]]
 
 
-def _between_calls(samples: _Sampled, num_layers: int) -> Iterable[Moment]:
+def _between_calls(samples: _Sampled, num_layers: int) -> Iterable[Piece]:
     found: dict[StretchKey, list[tuple[PassFeatures, Stretch]]] = {}
     for features, made in samples:
         for stretch in made:
@@ -101,10 +101,10 @@ def _between_calls(samples: _Sampled, num_layers: int) -> Iterable[Moment]:
             # So many allocations per request or per bucket: only the peak of the stretch is affine.
             curves = [curve[[int(curve.sum(1).argmax())]] for curve in curves]
         for terms in _coefficients(design, curves, key):
-            yield _moment(key, num_layers, {"one": terms[0], **dict(zip(_SOLVED, terms[1:], strict=True))})
+            yield _piece(key, num_layers, {"one": terms[0], **dict(zip(_SOLVED, terms[1:], strict=True))})
 
 
-def _inside_calls(by_depth: _Sampled, shallow: _Sampled, num_layers: int) -> Iterable[Moment]:
+def _inside_calls(by_depth: _Sampled, shallow: _Sampled, num_layers: int) -> Iterable[Piece]:
     found: dict[StretchKey, list[tuple[Call, Stretch]]] = {}
     for features, made in shallow:
         for stretch in made:
@@ -117,7 +117,7 @@ def _inside_calls(by_depth: _Sampled, shallow: _Sampled, num_layers: int) -> Ite
         for group, base in begins.items():
             if _code(group) == replace(code, call=_group(code).call):
                 key = replace(group, call=code.call)
-                yield from (_moment(key, num_layers, {**base, **sizes}, constant=constant) for constant, sizes in added)
+                yield from (_piece(key, num_layers, {**base, **sizes}, constant=constant) for constant, sizes in added)
 
 
 def _added(
@@ -242,18 +242,18 @@ def _coefficients(
     return np.moveaxis(full.reshape(design.shape[1], *wanted.shape[1:]), 0, 1)
 
 
-def _moment(
+def _piece(
     key: StretchKey,
     num_layers: int,
     columns: dict[str, NDArray[np.int64]],
     constant: NDArray[np.int64] | None = None,
-) -> Moment:
+) -> Piece:
     terms = np.zeros((NUM_CATEGORIES, len(COLUMNS)), dtype=np.int64)
     for name, by_category in columns.items():
         terms[:, COLUMNS.index(name)] = by_category
     if constant is not None:
         terms[:, 0] += constant
-    return Moment(phase=key.phase, layer=key.layer(num_layers), call=key.call, terms=terms)
+    return Piece(phase=key.phase, layer=key.layer(num_layers), call=key.call, terms=terms)
 
 
 def _name(key: StretchKey) -> str:

@@ -25,8 +25,7 @@ from trainer_rank.prefix.choose import DEFAULT_SEGMENT_COST_ROWS
 from trainer_rank.requests import Request
 from trainer_rank.runtime import Runtime
 from trainer_rank.runtime.attention import kernel_for
-from trainer_rank.runtime.attention.cuda_kernels import CudaFlashKernel
-from trainer_rank.runtime.attention.cuda_scratch import CallSizes, flash_forward_at_most, round_up
+from trainer_rank.runtime.attention.cuda_scratch import CallSizes, round_up
 from trainer_rank.runtime.attention.plan import LONGEST_GATHERED_LEAF
 
 _ALIGNMENT: Final = 128
@@ -107,7 +106,7 @@ def at_most(
         logical_tokens=logical,
         calls=tuple(
             _call(kind, runtime, rows=rows, longest=longest, requests=requests, labels=labels, chunk=head_chunk_rows)
-            for kind in sorted({moment.call for moment in envelope.moments} - {""})
+            for kind in sorted({piece.call for piece in envelope.pieces} - {""})
         ),
     )
     return envelope.at_most(features)
@@ -135,11 +134,8 @@ def _call(kind: str, runtime: Runtime, *, rows: int, longest: int, requests: int
     aligned = round_up(slots, _ALIGNMENT) + _ALIGNMENT * sequences
     one = CallSizes(batch=1, heads=facts.num_heads, groups=facts.num_key_value_heads, queries=aligned, keys=keys,
                     head_size=facts.head_size)  # fmt: skip
-    forward = kernel.forward_scratch_bytes(one, dtype)
-    if isinstance(kernel, CudaFlashKernel):
-        forward = max(forward, flash_forward_at_most(
-            keys=keys, head_size=facts.head_size, multiprocessors=kernel.multiprocessors))  # fmt: skip
     return Call(
         kind=kind, rows=slots, keys=keys, valid=min(slots, rows), aligned_rows=aligned,
-        forward_scratch=forward, backward_scratch=kernel.backward_scratch_bytes(one, dtype),
+        forward_scratch=kernel.forward_scratch_at_most(one, dtype),
+        backward_scratch=kernel.backward_scratch_bytes(one, dtype),
     )  # fmt: skip

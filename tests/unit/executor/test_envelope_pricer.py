@@ -19,7 +19,7 @@ from trainer_rank.executor.envelope_pricer import EnvelopePricer, make_envelope
 from trainer_rank.executor.envelope_store import EnvelopeStore
 from trainer_rank.executor.pass_features import all_calls
 from trainer_rank.executor.sample_passes import SamplePasses
-from trainer_rank.memory import Call, Envelope, Moment, PassFeatures, Recompute
+from trainer_rank.memory import Call, Envelope, PassFeatures, Piece, Recompute
 from trainer_rank.planner import PassWork, pass_work
 from trainer_rank.prefix import Layout
 from trainer_rank.requests import Request
@@ -91,7 +91,7 @@ def ceiling(batch: Sequence[Request], exact: PassFeatures, envelope: Envelope) -
     """Return what no layout of a batch exceeds: nothing shared, every kind of call as large as all rows together."""
     apart = work(batch, Layout.no_sharing())
     rows, most = apart.batch.packed_rows, max(call.backward_scratch for call in exact.calls) + 10**6
-    kinds = {moment.call for moment in envelope.moments} - {""}
+    kinds = {piece.call for piece in envelope.pieces} - {""}
     return replace(
         exact,
         packed_rows=rows,
@@ -199,7 +199,7 @@ def test_a_damaged_cache_is_made_anew_with_a_note(
     store.save(facts, envelope)
     again = store.load(facts)
     assert again is not None
-    assert [moment.terms.tolist() for moment in again.moments] == [one.terms.tolist() for one in envelope.moments]
+    assert [piece.terms.tolist() for piece in again.pieces] == [one.terms.tolist() for one in envelope.pieces]
     assert store.load({"model": "another"}) is None
 
 
@@ -217,8 +217,8 @@ def test_an_envelope_that_fails_its_check_is_not_used(runtime: Runtime, monkeypa
 
     def bent(*args: object, **options: object) -> Envelope:
         made = honest(*args, **options)  # type: ignore[arg-type]
-        moments = tuple(replace(moment, terms=moment.terms * 102 // 100) for moment in made.moments)
-        return replace(made, moments=moments)
+        pieces = tuple(replace(piece, terms=piece.terms * 102 // 100) for piece in made.pieces)
+        return replace(made, pieces=pieces)
 
     monkeypatch.setattr(envelope_pricer, "solve", bent)
     with pytest.raises(EnvelopeError, match="held-out pass"):
@@ -250,6 +250,6 @@ def test_a_few_shapes_are_run_dry_before_an_envelope_is_made(
 
 def test_moments_name_their_phase_and_layer(envelope: Envelope) -> None:
     """What an explanation needs: the phase, and the layer where there is one."""
-    named = {moment.phase for moment in envelope.moments}
+    named = {piece.phase for piece in envelope.pieces}
     assert {"forward", "head", "loss", "backward"} <= named
-    assert all(isinstance(moment, Moment) and moment.layer in (None, 0, 3) for moment in envelope.moments)
+    assert all(isinstance(piece, Piece) and piece.layer in (None, 0, 3) for piece in envelope.pieces)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from trainer_rank.errors import EnvelopeError
-from trainer_rank.memory import CALL_SIZES, TOTALS, Call, Envelope, Moment, PassFeatures
+from trainer_rank.memory import CALL_SIZES, TOTALS, Call, Envelope, PassFeatures, Piece
 from trainer_rank.memory.envelope import COLUMNS, prune
 
 CATEGORIES = ("kept", "at work")
@@ -20,18 +20,18 @@ coefficients = st.lists(st.integers(0, 5), min_size=2 * len(COLUMNS), max_size=2
 counts = st.integers(0, 50)
 
 
-def moment(terms: list[int] | NDArray[np.int64], *, call: str = "", phase: str = "forward") -> Moment:
-    return Moment(phase=phase, layer=None, call=call, terms=np.array(terms, dtype=np.int64).reshape(2, len(COLUMNS)))
+def piece(terms: list[int] | NDArray[np.int64], *, call: str = "", phase: str = "forward") -> Piece:
+    return Piece(phase=phase, layer=None, call=call, terms=np.array(terms, dtype=np.int64).reshape(2, len(COLUMNS)))
 
 
 @st.composite
-def moments(draw: st.DrawFn) -> list[Moment]:
+def pieces(draw: st.DrawFn) -> list[Piece]:
     found = []
     for call in ["", *draw(st.lists(st.sampled_from(["", "root", "view"]), max_size=5))]:
         terms = np.array(draw(coefficients)).reshape(2, len(COLUMNS))
         if not call:
             terms[:, 1 + len(TOTALS) :] = 0
-        found.append(moment(terms, call=call, phase=draw(st.sampled_from(["forward", "loss", "backward"]))))
+        found.append(piece(terms, call=call, phase=draw(st.sampled_from(["forward", "loss", "backward"]))))
     return found
 
 
@@ -43,14 +43,14 @@ def features(draw: st.DrawFn) -> PassFeatures:
     return PassFeatures(**{name: draw(counts) for name in TOTALS}, calls=tuple(made))
 
 
-def envelope(pieces: list[Moment]) -> Envelope:
+def envelope(pieces: list[Piece]) -> Envelope:
     known = {piece.call for piece in pieces}
-    blank = [moment([0] * 2 * len(COLUMNS), call=kind) for kind in ("root", "view") if kind not in known]
-    return Envelope(categories=CATEGORIES, moments=(*pieces, *blank), retained=np.ones(len(COLUMNS), dtype=np.int64))
+    blank = [piece([0] * 2 * len(COLUMNS), call=kind) for kind in ("root", "view") if kind not in known]
+    return Envelope(categories=CATEGORIES, pieces=(*pieces, *blank), retained=np.ones(len(COLUMNS), dtype=np.int64))
 
 
-def naive(pieces: tuple[Moment, ...], one: PassFeatures) -> int:
-    """The twin: every moment at every call it belongs to, in plain integers."""
+def naive(pieces: tuple[Piece, ...], one: PassFeatures) -> int:
+    """The twin: every piece at every call it belongs to, in plain integers."""
     best = 0
     for piece in pieces:
         for sizes in (
@@ -61,25 +61,25 @@ def naive(pieces: tuple[Moment, ...], one: PassFeatures) -> int:
     return best
 
 
-@given(moments(), st.lists(features(), max_size=4))
-def test_many_candidates_at_once_cost_what_each_costs_alone(pieces: list[Moment], found: list[PassFeatures]) -> None:
+@given(pieces(), st.lists(features(), max_size=4))
+def test_many_candidates_at_once_cost_what_each_costs_alone(pieces: list[Piece], found: list[PassFeatures]) -> None:
     """Three ways to the same number: one by one, vectorised, and the naive twin."""
     made = envelope(pieces)
     alone = [made.price(one).required_bytes for one in found]
-    assert alone == made.required_bytes(found).tolist() == [naive(made.moments, one) for one in found]
+    assert alone == made.required_bytes(found).tolist() == [naive(made.pieces, one) for one in found]
 
 
-@given(moments(), features())
-def test_terms_sum_to_the_price_and_retained_lies_within_it(pieces: list[Moment], one: PassFeatures) -> None:
-    """The winning moment itemises the price; nothing is summed over moments."""
+@given(pieces(), features())
+def test_terms_sum_to_the_price_and_retained_lies_within_it(pieces: list[Piece], one: PassFeatures) -> None:
+    """The winning piece itemises the price; nothing is summed over pieces."""
     price = envelope(pieces).price(one)
     assert sum(term.num_bytes for term in price.terms) == price.required_bytes
     assert 0 <= price.retained_bytes <= price.required_bytes
 
 
-@given(moments(), features(), st.sampled_from(TOTALS), st.integers(1, 9))
+@given(pieces(), features(), st.sampled_from(TOTALS), st.integers(1, 9))
 def test_the_price_never_falls_when_a_count_of_the_pass_grows(
-    pieces: list[Moment], one: PassFeatures, name: str, more: int
+    pieces: list[Piece], one: PassFeatures, name: str, more: int
 ) -> None:
     """Hence a bound on features is a bound on the price."""
     made = envelope(pieces)
@@ -88,9 +88,9 @@ def test_the_price_never_falls_when_a_count_of_the_pass_grows(
     assert made.price(larger).required_bytes <= made.at_most(larger).num_bytes
 
 
-@given(moments(), features(), st.sampled_from(CALL_SIZES), st.integers(1, 9))
+@given(pieces(), features(), st.sampled_from(CALL_SIZES), st.integers(1, 9))
 def test_the_price_never_falls_when_a_call_grows_or_is_added(
-    pieces: list[Moment], one: PassFeatures, name: str, more: int
+    pieces: list[Piece], one: PassFeatures, name: str, more: int
 ) -> None:
     """The same for the sizes of calls."""
     made = envelope(pieces)
@@ -100,27 +100,27 @@ def test_the_price_never_falls_when_a_call_grows_or_is_added(
         assert made.price(one).required_bytes <= made.price(larger).required_bytes
 
 
-@given(moments(), features())
-def test_pruning_changes_no_price(pieces: list[Moment], one: PassFeatures) -> None:
-    """Only moments that can never win go."""
+@given(pieces(), features())
+def test_pruning_changes_no_price(pieces: list[Piece], one: PassFeatures) -> None:
+    """Only pieces that can never win go."""
     made = envelope(pieces)
-    kept = prune(made.moments)
-    assert naive(kept, one) == naive(made.moments, one)
+    kept = prune(made.pieces)
+    assert naive(kept, one) == naive(made.pieces, one)
 
 
 def test_pruning_drops_what_another_moment_reaches_everywhere() -> None:
-    """Of two equal moments one stays; a moment of a call goes when one outside calls reaches it at any size."""
+    """Of two equal pieces one stays; a piece of a call goes when one outside calls reaches it at any size."""
     small, large = np.zeros((2, len(COLUMNS)), dtype=np.int64), np.zeros((2, len(COLUMNS)), dtype=np.int64)
     small[0, 1], large[0, 1] = 3, 4
-    assert len(prune([moment(large), moment(large), moment(small), moment(small, call="root")])) == 1
+    assert len(prune([piece(large), piece(large), piece(small), piece(small, call="root")])) == 1
     grows = small.copy()
     grows[0, -1] = 1
-    assert len(prune([moment(large), moment(grows, call="root")])) == 2
+    assert len(prune([piece(large), piece(grows, call="root")])) == 2
 
 
 def test_a_kind_of_call_that_was_never_traced_is_refused_by_name() -> None:
     """Nothing is guessed about code that never ran."""
-    made = envelope([moment([1] * 2 * len(COLUMNS))])
+    made = envelope([piece([1] * 2 * len(COLUMNS))])
     one = PassFeatures(**dict.fromkeys(TOTALS, 1), calls=(Call(kind="unheard of"),))
     assert not made.covers(one)
     with pytest.raises(EnvelopeError, match="unheard of"):
@@ -134,7 +134,7 @@ def test_the_callers_bytes_count_from_the_loss_on() -> None:
     zeros = np.zeros((2, len(COLUMNS)), dtype=np.int64)
     forward, loss = zeros.copy(), zeros.copy()
     forward[0, 0], loss[0, 0] = 1000, 990
-    made = envelope([moment(forward), moment(loss, phase="loss")]).with_caller(7)
+    made = envelope([piece(forward), piece(loss, phase="loss")]).with_caller(7)
     one = PassFeatures(**{**dict.fromkeys(TOTALS, 0), "logical_tokens": 10})
     price = made.price(one)
     assert (price.phase, price.required_bytes) == ("loss", 990 + 70)

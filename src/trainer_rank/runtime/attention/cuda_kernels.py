@@ -22,6 +22,7 @@ from trainer_rank.runtime.attention.cuda_scratch import (
     CallSizes,
     efficient_backward_bytes,
     flash_backward_bytes,
+    flash_forward_at_most,
     flash_forward_bytes,
     round_up,
 )
@@ -108,6 +109,12 @@ class CudaFlashKernel(_CudaKernel):
     def forward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
         # At least one byte: a forward that splits no keys then makes as many allocations as one that does.
         return max(1, flash_forward_bytes(sizes, self.multiprocessors))
+
+    def forward_scratch_at_most(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        return max(
+            self.forward_scratch_bytes(sizes, dtype),
+            flash_forward_at_most(keys=sizes.keys, head_size=sizes.head_size, multiprocessors=self.multiprocessors),
+        )
 
     def backward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
         return flash_backward_bytes(

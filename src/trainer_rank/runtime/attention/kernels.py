@@ -51,6 +51,13 @@ class Kernel(ABC):
     def backward_scratch_bytes(self, sizes: CallSizes, dtype: torch.dtype) -> int:
         """Return the bytes a backward allocates inside, beside its results."""
 
+    def forward_scratch_at_most(self, sizes: CallSizes, dtype: torch.dtype) -> int:
+        """Return what no forward allocates inside that exceeds ``sizes`` in nothing.
+
+        Most kernels need the more the larger the call; one that does not says so here.
+        """
+        return self.forward_scratch_bytes(sizes, dtype)
+
     def takes_at_once(self, sizes: CallSizes) -> bool:
         """Return whether a backward runs all its sequences in one call."""
         return True
