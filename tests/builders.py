@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,16 @@ def tiny_runtime(
     if lora:
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     return CountingRuntime(model, recompute=recompute)
+
+
+def config_folder(folder: Path, **fields: Any) -> str:
+    """Write the configuration of a small Llama into ``folder``, without weights, and return its path as text."""
+    defaults = {
+        "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 600, "tie_word_embeddings": False,
+    }  # fmt: skip
+    LlamaConfig(**{**defaults, **fields}).save_pretrained(folder)
+    return str(folder)
 
 
 def tokens(seed: int, length: int, vocabulary: int = VOCABULARY) -> Tokens:

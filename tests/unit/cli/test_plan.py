@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import LlamaConfig
 
+from tests.builders import config_folder
 from trainer_rank.cli.main import FAILED, SUCCESS, WRONG_INPUT, run
 from trainer_rank.cli.plan_display import print_text
 from trainer_rank.planning.report import Fix, Instant, PassReport, PlanReport, Tree
@@ -22,12 +22,7 @@ SHAPE = "groups=2 g=3 system=24 prompt=40 completion=20"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with the configuration of a small model, and no weights."""
-    folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
-        vocab_size=600, max_position_embeddings=9000, tie_word_embeddings=False,
-    ).save_pretrained(folder)  # fmt: skip
-    return str(folder)
+    return config_folder(tmp_path_factory.mktemp("model"), max_position_embeddings=9000)
 
 
 def one_pass(number: int) -> PassReport:

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from transformers import LlamaConfig
 
-from tests.builders import completion, tokens
+from tests.builders import completion, config_folder, tokens
 from trainer_rank.cli.plan_display import print_text
 from trainer_rank.errors import ConfigError
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
@@ -33,12 +32,8 @@ CHUNK = 16
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Options:
     """Options for a small model, of which there is a configuration only."""
-    folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
-        vocab_size=600, max_position_embeddings=20_000, tie_word_embeddings=False,
-    ).save_pretrained(folder)  # fmt: skip
-    return Options(model=str(folder), lora_rank=2, head_chunk_rows=CHUNK)
+    model = config_folder(tmp_path_factory.mktemp("model"), max_position_embeddings=20_000)
+    return Options(model=model, lora_rank=2, head_chunk_rows=CHUNK)
 
 
 def gpu(capacity: int) -> Device:
