@@ -46,6 +46,7 @@ def test_keys_are_pinned() -> None:
         "epochs",
         "eval_every",
         "compare_one_by_one",
+        "warm_up",
         "memory_budget",
         "threads",
         "seed",
