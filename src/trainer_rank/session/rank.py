@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,20 +12,21 @@ from trainer_rank.admission import Admission
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
 from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
 from trainer_rank.executor.oom import map_out_of_memory
-from trainer_rank.executor.run import PassResult, run_forward
 from trainer_rank.executor.self_test import self_test
 from trainer_rank.memory import Observation, Timeline
-from trainer_rank.meters import Meter, Reading, open_meter
+from trainer_rank.meters import Meter, open_meter
 from trainer_rank.planner import PassWork
 from trainer_rank.prefix import Layout
-from trainer_rank.report import Record, admission_record, observation_record
-from trainer_rank.requests import Flat, Normaliser, Request, cut, flatten, normaliser
+from trainer_rank.report import Record
+from trainer_rank.requests import Flat, Normaliser, Request, flatten, normaliser
 from trainer_rank.runtime import Runtime
 from trainer_rank.session.caller import CallerLoss, traced_bytes_per_token
-from trainer_rank.session.candidates import Candidate, Candidates
+from trainer_rank.session.candidates import Candidates
+from trainer_rank.session.decisions import Decisions
+from trainer_rank.session.execution import Execution
 from trainer_rank.session.gate import Gate, budget_of, no_price
 from trainer_rank.session.hardest import hardest_units
-from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
+from trainer_rank.session.micro_batch import MicroBatch
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.planned import PlannedPass
 from trainer_rank.session.units import Unit, check_requests, plan_order
@@ -81,10 +81,10 @@ class TrainerRank:
             raise ValueError(f"caller_bytes_per_token must not be negative, got {caller_bytes_per_token}")
         self.runtime: Final = runtime
         self.meter: Final = open_meter(str(runtime.device), memory_budget) if meter is None else meter
-        self._head_chunk_rows = head_chunk_rows
         self._max_packed_tokens = max_packed_tokens
         self._layout = layout
-        self._on_decision = on_decision
+        decisions = Decisions(runtime, on_decision)
+        self._execution = Execution(runtime, self.meter, decisions, head_chunk_rows=head_chunk_rows)
         self._optimizer = Optimizer(runtime.trainable_parameters())
         self._pricer = EnvelopePricer(
             runtime,
@@ -98,10 +98,8 @@ class TrainerRank:
             self._optimizer,
             max_packed_tokens=max_packed_tokens,
             head_chunk_rows=head_chunk_rows,
-            record=self._record,
+            record=decisions.admission,
         )
-        self._decisions = 0
-        self.last_observation: Observation | None = None
         try:
             self._gate.check_budget()
             # A model on ``meta`` computes nothing that could be compared.
@@ -112,6 +110,11 @@ class TrainerRank:
             if meter is None:
                 self.meter.close()
             raise
+
+    @property
+    def last_observation(self) -> Observation | None:
+        """What the micro-batch handed out last was measured to need; None before the first is done."""
+        return self._execution.last_observation
 
     @property
     def budget_bytes(self) -> int:
@@ -271,8 +274,6 @@ class TrainerRank:
         """Write what is trained (the adapter, or the whole model) into the folder ``path``."""
         self.runtime.save(path)
 
-    # -- planning ------------------------------------------------------------------------------------------------
-
     def _plan(self, flat: Flat) -> tuple[list[Candidates], list[list[tuple[int, int]]], bool]:
         """Return the groups of units, the ranges planned for each, and whether there is more than one range."""
         groups = [self._candidates(flat, units) for units in plan_order(flat)]
@@ -296,98 +297,7 @@ class TrainerRank:
                     split = True
                     remaining = self._gate.plan(flat, group, start, verdict.budget, split=True, begun=True)
                     continue
-                yield from self._run(flat, rule, candidate, verdict)
-
-    # -- execution -----------------------------------------------------------------------------------------------
-
-    def _run(self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission) -> Iterator[MicroBatch]:
-        begin, clock = self.meter.read(), time.perf_counter()
-        number = self._record(candidate, verdict)
-        self.meter.reset_peak()
-        micro_batch = self._micro_batch(flat, rule, candidate, verdict)
-        try:
-            yield micro_batch
-        finally:
-            observed = self._observe(candidate, begin)
-            micro_batch.observed = self.last_observation = observed
-            self._emit(
-                observation_record(
-                    number,
-                    observed,
-                    predicted_bytes=verdict.price.required_bytes,
-                    seconds=time.perf_counter() - clock,
-                )
-            )
-
-    def _micro_batch(self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission) -> MicroBatch:
-        found: dict[int, Result] = dict.fromkeys(candidate.indices, Result(logprobs=None))
-        for work in candidate.works:
-            result = self._forward(work, verdict)
-            found.update(
-                (index, Result(logprobs=logprobs))
-                for index, logprobs in zip(work.indices, result.logprobs, strict=True)
-            )
-        requests = {index: flat.leaves[index] for index in candidate.indices}
-        return MicroBatch(
-            inputs=cut(flat.nest, requests),
-            outputs=cut(flat.nest, found),
-            indices=candidate.indices,
-            requests=tuple(requests.values()),
-            results=tuple(found[index] for index in candidate.indices),
-            coefficients=tuple(rule.coefficients[index] for index in candidate.indices),
-            num_trained=rule.num_trained,
-            stats=MicroBatchStats.of(candidate.works, len(candidate.indices), verdict),
-        )
-
-    def _forward(self, work: PassWork, verdict: Admission) -> PassResult:
-        phase = "forward"
-
-        def mark(name: str) -> None:
-            nonlocal phase
-            phase = name
-
-        def map_error(error: BaseException) -> BaseException:
-            return map_out_of_memory(error, admission=verdict, phase="backward")
-
-        try:
-            return run_forward(
-                self.runtime, work, head_chunk_rows=self._head_chunk_rows, map_error=map_error, mark=mark
-            )
-        except Exception as error:
-            mapped = map_out_of_memory(error, admission=verdict, phase=phase)
-            if mapped is error:
-                raise
-            raise mapped from error
-
-    def _observe(self, candidate: Candidate, begin: Reading) -> Observation:
-        now = self.meter.read()
-        return Observation(
-            packed_rows=sum(work.batch.packed_rows for work in candidate.works),
-            logical_tokens=sum(work.batch.logical_tokens for work in candidate.works),
-            head_rows=sum(work.head.num_rows for work in candidate.works),
-            num_segments=sum(work.batch.num_segments for work in candidate.works),
-            num_requests=sum(len(work.indices) for work in candidate.works),
-            peak_bytes=max(0, now.peak_allocated_bytes - begin.allocated_bytes),
-            peak_resident_bytes=now.peak_resident_bytes,
-        )
-
-    def _record(self, candidate: Candidate, verdict: Admission) -> int:
-        """Hand out the record of a verdict and return its number."""
-        self._decisions += 1
-        self._emit(
-            admission_record(
-                self._decisions,
-                candidate.works,
-                verdict,
-                recompute=self.runtime.recompute,
-                facts=self.runtime.facts,
-            )
-        )
-        return self._decisions
-
-    def _emit(self, record: Record) -> None:
-        if self._on_decision is not None:
-            self._on_decision(record)
+                yield from self._execution.run(flat, rule, candidate, verdict)
 
 
 def _check_positive(name: str, value: int) -> None:
