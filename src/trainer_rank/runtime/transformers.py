@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -22,6 +23,8 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from trainer_rank.errors import ConfigError, UnsupportedModelError
 from trainer_rank.memory import Call, ModelFacts, Recompute
 from trainer_rank.prefix import PackedBatch
+from trainer_rank.requests import BASE
+from trainer_rank.runtime.adapters import Adapters
 from trainer_rank.runtime.attention import (
     AttentionPlan,
     BoundAttention,
@@ -38,6 +41,9 @@ from trainer_rank.runtime.transfer import to_device
 
 ATTENTION = "trainer_rank_tree"
 __all__ = ["LoraConfig", "TransformersRuntime"]
+
+Lora: TypeAlias = LoraConfig | Mapping[str, LoraConfig]
+"""One adapter, or several by name."""
 
 
 def _attend(
@@ -69,8 +75,9 @@ class TransformersRuntime(Runtime):
     """A causal language model of the Transformers library.
 
     Args:
-        model: The model, or a PEFT model around it with one LoRA adapter. Its attention implementation is switched to
-            tree attention and its training mode turned on (there is no dropout to switch).
+        model: The model, or a PEFT model around it with one or several LoRA adapters. Its attention implementation is
+            switched to tree attention and its training mode turned on (there is no dropout to switch). The active
+            adapter becomes the runtime's own; all of them are trained.
         recompute: ``full`` runs each layer again in backward and keeps only its input; ``none`` keeps activations.
         stands_for: For a model on ``meta``, the device it stands for; None is the model's own.
 
@@ -86,10 +93,7 @@ class TransformersRuntime(Runtime):
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         self._causal: Any = causal
         check_supported(self._causal.config)
-        self._peft_config: LoraConfig | None = None
-        if isinstance(model, PeftModel):
-            self._peft_config = model.peft_config[model.active_adapter]
-            check_adapter(self._peft_config)
+        self._adapters = Adapters(model)
         if recompute not in ("full", "none"):
             raise ConfigError(f"recompute must be 'full' or 'none', got {recompute!r}")
         self._check_head()
@@ -109,7 +113,7 @@ class TransformersRuntime(Runtime):
         cls,
         path: str | Path,
         *,
-        lora: LoraConfig | None = None,
+        lora: Lora | None = None,
         recompute: Recompute = "full",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "cpu",
@@ -118,27 +122,24 @@ class TransformersRuntime(Runtime):
 
         Args:
             path: Folder with the model's configuration and weights.
-            lora: PEFT's LoRA configuration; None trains every parameter.
+            lora: PEFT's LoRA configuration, or several by name, the first of which becomes the runtime's own; None
+                trains every parameter.
             recompute: As in the constructor.
             dtype: Parameter dtype, ``auto`` for the checkpoint's own.
             device: Where to put the model.
         """
         config = transformers.AutoConfig.from_pretrained(path)
         check_supported(config)
-        if lora is not None:
-            check_adapter(lora)
+        configs = _by_name(lora)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-        if lora is not None:
-            check_targets(lora, model)
-            model = get_peft_model(model, copy.deepcopy(lora))
-        return cls(model, recompute=recompute)
+        return cls(_adapted(model, configs), recompute=recompute)
 
     @classmethod
     def from_config(
         cls,
         config: Any,
         *,
-        lora: LoraConfig | None = None,
+        lora: Lora | None = None,
         recompute: Recompute = "full",
         dtype: str | torch.dtype = torch.bfloat16,
         stands_for: str | torch.device = "cuda",
@@ -147,7 +148,7 @@ class TransformersRuntime(Runtime):
 
         Args:
             config: The library's configuration object, or a local folder that holds one.
-            lora: PEFT's LoRA configuration; None trains every parameter.
+            lora: As in ``from_pretrained``.
             recompute: As in the constructor.
             dtype: Parameter dtype.
             stands_for: Device whose kernels a real model would run.
@@ -155,15 +156,12 @@ class TransformersRuntime(Runtime):
         if isinstance(config, str | Path):
             config = transformers.AutoConfig.from_pretrained(config)
         check_supported(config)
-        if lora is not None:
-            check_adapter(lora)
+        configs = _by_name(lora)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
             )
-            if lora is not None:
-                check_targets(lora, model)
-                model = get_peft_model(model, copy.deepcopy(lora))
+            model = _adapted(model, configs)
         return cls(model, recompute=recompute, stands_for=torch.device(stands_for))
 
     @property
@@ -198,15 +196,9 @@ class TransformersRuntime(Runtime):
         config = self._causal.config.to_dict()
         for name in ("_name_or_path", "transformers_version"):
             config.pop(name, None)
-        adapter = None
-        if self._peft_config is not None:
-            adapter = {name: str(value) for name, value in sorted(self._peft_config.to_dict().items())}
-            for name, value in self._peft_config.to_dict().items():
-                if isinstance(value, set | list | tuple):
-                    adapter[name] = str(sorted(map(str, value)))
         return {
             "config": config,
-            "adapter": adapter,
+            "adapters": {name: _plain_entries(one) for name, one in self._adapters.configs.items()},
             "kernel": str(self._kernel()),
             "device": self._stands_for.type,
             "parameters": [
@@ -258,6 +250,14 @@ class TransformersRuntime(Runtime):
     def trainable_parameters(self) -> tuple[Tensor, ...]:
         return self._parameters
 
+    def parameters_of(self, adapter: str | None) -> tuple[Tensor, ...]:
+        if self._adapters.own is None or (adapter in (None, self._adapters.own) and len(self._adapters.configs) == 1):
+            return self._parameters
+        return self._adapters.parameters(adapter)
+
+    def using(self, adapter: str | None) -> AbstractContextManager[None]:
+        return self._adapters.using(adapter)
+
     def twin(self, num_layers: int) -> TransformersRuntime:
         config = copy.deepcopy(self._causal.config)
         config.num_hidden_layers = num_layers
@@ -265,8 +265,7 @@ class TransformersRuntime(Runtime):
             config.layer_types = config.layer_types[:num_layers]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=self._causal.lm_head.weight.dtype)
-            if self._peft_config is not None:
-                model = get_peft_model(model, copy.deepcopy(self._peft_config))
+            model = _adapted(model, self._adapters.configs, own=self._adapters.own, check=False)
         own = dict(self._model.named_parameters())
         for name, parameter in model.named_parameters():
             # PEFT casts an adapter's weights only where there are data to cast.
@@ -313,8 +312,43 @@ class TransformersRuntime(Runtime):
             trainable_bytes=sum(trainable),
             num_trainable=len(trainable),
             largest_trainable_bytes=max(trainable, default=0),
-            adapter=self._model.active_adapter if isinstance(self._model, PeftModel) else None,
+            adapter=self._adapters.own,
+            adapters=self._adapters.names,
         )
+
+
+def _by_name(lora: Lora | None) -> dict[str, LoraConfig]:
+    """Return the configurations by the adapter's name; a single one gets PEFT's usual name."""
+    configs: dict[str, LoraConfig] = (
+        {} if lora is None else dict(lora) if isinstance(lora, Mapping) else {"default": lora}
+    )
+    for name, config in configs.items():
+        if not name or "." in name or name == BASE:
+            raise ConfigError(f"an adapter's name must not be empty, {BASE!r} or contain a dot, got {name!r}")
+        check_adapter(config)
+    return configs
+
+
+def _adapted(model: Any, configs: Mapping[str, LoraConfig], *, own: str | None = None, check: bool = True) -> Any:
+    """Return the model with fresh adapters on it; ``own``, or the first, is active."""
+    base = model
+    for number, (name, config) in enumerate(configs.items()):
+        if check:
+            check_targets(config, base)
+        if number == 0:
+            model = get_peft_model(model, copy.deepcopy(config), adapter_name=name)
+        else:
+            model.add_adapter(name, copy.deepcopy(config))
+    if own is not None:
+        model.set_adapter(own)
+    return model
+
+
+def _plain_entries(config: LoraConfig) -> dict[str, str]:
+    entries = {}
+    for name, value in sorted(config.to_dict().items()):
+        entries[name] = str(sorted(map(str, value))) if isinstance(value, set | list | tuple) else str(value)
+    return entries
 
 
 def _plan(batch: PackedBatch) -> AttentionPlan:

@@ -1,6 +1,6 @@
 """The training rank: wires requests, plans, prices, admission and execution. The only mutable object."""
 
-from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
+from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result, TopK
 from trainer_rank.session.rank import TrainerRank
 
-__all__ = ["MicroBatch", "MicroBatchStats", "Result", "TrainerRank"]
+__all__ = ["MicroBatch", "MicroBatchStats", "Result", "TopK", "TrainerRank"]

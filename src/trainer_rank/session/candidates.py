@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer_rank.admission import Admission, Budget, admit
-from trainer_rank.memory import Price, Term, combine
+from trainer_rank.memory import ModelFacts, Price, Term, combine
 from trainer_rank.planner import PassWork, pass_work
 from trainer_rank.prefix import Layout
 from trainer_rank.requests import Request
@@ -21,7 +21,7 @@ class Candidate:
 
     Attributes:
         indices: Flat indices of its leaves, inactive ones included, in reading order.
-        works: One pass per grad mode; empty when every leaf is inactive.
+        works: One pass per grad mode and adapter; empty when every leaf is inactive.
         price: Price of the passes together.
     """
 
@@ -39,6 +39,7 @@ class Candidates:
         pricer: Prices one pass.
         layout: Layout every pass must use; None takes the fastest layout that fits.
         max_packed_rows: Hard cap on packed rows of one pass; None for no cap.
+        facts: The model.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Candidates:
         pricer: Pricer,
         layout: Layout | None,
         max_packed_rows: int | None,
+        facts: ModelFacts,
     ) -> None:
+        self._facts = facts
         self._leaves = leaves
         self._units = units
         self._pricer = pricer
@@ -102,16 +105,18 @@ class Candidates:
         return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(start, stop, number))
 
     def _passes(self, start: int, stop: int, number: int) -> tuple[PassWork, ...]:
-        """Return one pass per grad mode."""
+        """Return one pass per grad mode and adapter."""
         key = (start, stop, number)
         if key not in self._works:
             by_key: dict[PassKey, list[int]] = {}
             for index in self.indices(start, stop):
                 if self._leaves[index].active:
-                    by_key.setdefault(pass_key(self._leaves[index]), []).append(index)
+                    by_key.setdefault(pass_key(self._leaves[index], self._facts), []).append(index)
             self._works[key] = tuple(
-                pass_work([self._leaves[index] for index in members], members, self._layouts[number])
-                for _, members in sorted(by_key.items())
+                pass_work(
+                    [self._leaves[index] for index in members], members, self._layouts[number], adapter=adapter or None
+                )
+                for (_, adapter), members in sorted(by_key.items())
             )
         return self._works[key]
 
@@ -120,7 +125,9 @@ class Candidates:
         if key not in self._known:
             works = self._passes(start, stop, number)
             if works:
-                price = combine([self._pricer(work) for work in works])
+                # A pass leaves gradients behind for the passes whose backward comes after its own.
+                left = [0 if work.no_grad else self._facts.trainable_bytes for work in works]
+                price = combine([self._pricer(work) for work in works], left)
             else:
                 nothing = Term(name="nothing", num_bytes=0)
                 price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")

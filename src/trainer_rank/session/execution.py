@@ -56,12 +56,11 @@ class Execution:
             self._decisions.observation(number, observed, verdict, seconds=time.perf_counter() - clock)
 
     def _micro_batch(self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission) -> MicroBatch:
-        found: dict[int, Result] = dict.fromkeys(candidate.indices, Result(logprobs=None))
+        found: dict[int, Result] = dict.fromkeys(candidate.indices, Result())
         for work in candidate.works:
             result = self._forward(work, verdict)
             found.update(
-                (index, Result(logprobs=logprobs))
-                for index, logprobs in zip(work.indices, result.logprobs, strict=True)
+                (index, Result.of(outputs)) for index, outputs in zip(work.indices, result.outputs, strict=True)
             )
         requests = {index: flat.leaves[index] for index in candidate.indices}
         return MicroBatch(

@@ -152,8 +152,9 @@ class Gate:
             return ()
         if not self._optimizer.exists:
             terms.append(Term(name="optimizer state to come", num_bytes=facts.adam_state_bytes))
-        if split and any(parameter.grad is None for parameter in parameters):
-            terms.append(Term(name="gradients to come", num_bytes=facts.trainable_bytes))
+        to_come = sum(one.numel() * one.element_size() for one in parameters if one.grad is None)
+        if split and to_come:
+            terms.append(Term(name="gradients to come", num_bytes=to_come))
         return tuple(terms)
 
     def readmit(self, group: Candidates, start: int, stop: int, *, split: bool) -> tuple[Candidate, Admission]:

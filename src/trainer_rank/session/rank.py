@@ -160,9 +160,7 @@ class TrainerRank:
         Raises:
             ConfigError: The loss cannot run without data, or no request is active.
         """
-        found = traced_bytes_per_token(
-            loss, requests, logprob_dtype=self.runtime.logprob_dtype, stands_for=self.runtime.stands_for
-        )
+        found = traced_bytes_per_token(loss, requests, self.runtime)
         self._pricer.caller_bytes_per_token = found
         return found
 
@@ -202,7 +200,7 @@ class TrainerRank:
         budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
         return tuple(
             PlannedPass.of(*group.admission(number, number + 1, budget, pending))
-            for units in plan_order(flat)
+            for units in plan_order(flat, self.runtime.facts)
             for group in [self._candidates(flat, units)]
             for number in range(group.num_units)
         )
@@ -225,7 +223,7 @@ class TrainerRank:
         check_requests(flat.leaves, self.runtime.facts)
         budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
         found = []
-        for units in plan_order(flat):
+        for units in plan_order(flat, self.runtime.facts):
             group = self._candidates(flat, units)
             for number in hardest_units(flat, units, self._pricer.features):
                 candidate, verdict = group.admission(number, number + 1, budget, pending)
@@ -276,14 +274,16 @@ class TrainerRank:
 
     def _plan(self, flat: Flat) -> tuple[list[Candidates], list[list[tuple[int, int]]], bool]:
         """Return the groups of units, the ranges planned for each, and whether there is more than one range."""
-        groups = [self._candidates(flat, units) for units in plan_order(flat)]
+        groups = [self._candidates(flat, units) for units in plan_order(flat, self.runtime.facts)]
         split = len(groups) > 1
         budget = self._gate.read_budget()
         plans = [self._gate.plan(flat, group, 0, budget, split=split) for group in groups]
         return groups, plans, split or sum(len(plan) for plan in plans) > 1
 
     def _candidates(self, flat: Flat, units: Sequence[Unit]) -> Candidates:
-        return Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)
+        return Candidates(
+            flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens, self.runtime.facts
+        )
 
     def _iterate(self, flat: Flat, rule: Normaliser) -> Iterator[MicroBatch]:
         groups, plans, split = self._plan(flat)
