@@ -162,10 +162,15 @@ def _options_of(config: TrainConfig, given: Mapping[str, Any], head_chunk_rows: 
 def _data(given: Mapping[str, Any], config: TrainConfig | None) -> DataSet:
     from trainer_rank.planning.data_set import DataSet
     from trainer_rank.requests import Request
-    from trainer_rank.training.parquet import read_data
+    from trainer_rank.training.data_files import read_data
+    from trainer_rank.training.formats import Words
     from trainer_rank.training.schedule import group_rollouts
 
-    rollouts = read_data(Path(given["data"] if config is None else config.data.path))
+    if config is None:
+        rollouts = read_data(Path(given["data"]), words=Words(model=given["model"]))
+    else:
+        words = Words(model=config.model.path, train_on=config.data.train_on)
+        rollouts = read_data(Path(config.data.path), words=words)
     grouped = group_rollouts(rollouts)
     groups = [
         [Request.next_token(one.tokens, trained=one.trained, weight=one.weight) for one in group] for group in grouped

@@ -78,10 +78,14 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Rollouts, one JSON document per line. ``shuffle_seed: null`` keeps the order of the file."""
+    """Requests, one per line or row. ``shuffle_seed: null`` keeps the order of the file.
+
+    ``train_on`` says which assistant messages of a conversation are trained: ``all``, or the ``last`` alone.
+    """
 
     path: Path
     eval_path: Path | None = None
+    train_on: Literal["all", "last"] = "all"
     shuffle_seed: int | None = 0
 
 
