@@ -28,7 +28,7 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help="full or none [default: full].")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters [default: 16].")] = None,
     targets: Annotated[
-        str | None, typer.Option(help="Layers that get one: q_proj,v_proj [default: every projection].")
+        str | None, typer.Option(help="Layers that get one: q_proj,v_proj; or attention [default: all-linear].")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of adapters.")] = False,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32 [default: bfloat16].")] = None,

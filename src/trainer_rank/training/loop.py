@@ -18,6 +18,7 @@ from trainer_rank.session import MicroBatchStats, TrainerRank
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.data_files import read_data
 from trainer_rank.training.formats import Words
+from trainer_rank.training.lora_targets import family_of, targets_of
 from trainer_rank.training.losses import Loss, loss_for, sampled
 from trainer_rank.training.model_limits import limits_of
 from trainer_rank.training.one_by_one import compare
@@ -235,7 +236,12 @@ def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> Tra
         config.model.path,
         lora=None
         if lora is None
-        else LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets)),
+        else LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=0.0,
+            target_modules=list(targets_of(lora.targets, family_of(config.model.path))),
+        ),
         recompute=config.model.recompute,
         dtype=config.model.dtype,
     )
