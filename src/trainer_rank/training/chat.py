@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -44,15 +45,21 @@ class Chat:
 
     @classmethod
     def load(cls, path: str, *, train_on: TrainOn = "all") -> Self:
-        """Return the tokenizer in the folder ``path``.
+        """Return the tokenizer in the folder ``path``; nothing is downloaded.
 
         Raises:
             ConfigError: There is none that Transformers can read.
         """
+        folder = Path(path).parent if Path(path).name == "config.json" else Path(path)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"the data hold words, and the model {path!r} is not a folder, so it has no tokenizer; give the "
+                "model's folder, or write the data as token ids"
+            )
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(
                 f"the data hold words, and the model {path!r} holds no tokenizer that Transformers can read "

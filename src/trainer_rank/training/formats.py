@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -55,6 +56,13 @@ class Words:
                 )
             self._chat = Chat.load(self.model, train_on=self.train_on)
         return self._chat
+
+    def decoder(self) -> Callable[[Sequence[int]], str] | None:
+        """Return what turns ids into text; None where the model's folder holds no tokenizer."""
+        try:
+            return self.chat().decode
+        except ConfigError:
+            return None
 
 
 def check_names(where: Where, names: list[str]) -> str:
