@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer_rank.errors import DataError
+from trainer_rank.errors import ConfigError, DataError
 from trainer_rank.training.formats import Words, token_entries
 from trainer_rank.training.messages import Where
 from trainer_rank.training.parquet import parquet_rows
@@ -23,7 +23,8 @@ def read_data(path: Path, limits: Limits | None = None, words: Words | None = No
 
     Raises:
         DataError: The file cannot be read or holds no request, or a line is malformed; the first fault of the file.
-        ConfigError: A line holds words and there is no tokenizer, or pyarrow is not installed.
+        ConfigError: A line holds words and there is no tokenizer, pyarrow is not installed, or ``words.train_on`` is
+            ``last`` and the file holds no conversation whose messages it could tell apart.
     """
     rollouts = []
     for found in scan_data(path, limits, words):
@@ -44,17 +45,26 @@ def scan_data(path: Path, limits: Limits | None = None, words: Words | None = No
     """
     chosen = limits if limits is not None else Limits()
     source = words if words is not None else Words()
+    lines = 0
+    for number, entries in _entries(path):
+        lines += 1
+        yield entries if isinstance(entries, DataError) else _checked(path, number, entries, chosen, source)
+    if lines and source.train_on == "last" and not source.conversations:
+        raise ConfigError(
+            f"train_on is 'last', and {path} holds no line with messages, so it would change nothing; "
+            "leave it out: token ids say themselves what is trained, and of a prompt and completion the completion is"
+        )
+
+
+def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
     if path.suffix == ".parquet":
-        for number, entries in enumerate(parquet_rows(path), start=1):
-            yield _checked(path, number, entries, chosen, source)
+        yield from enumerate(parquet_rows(path), start=1)
         return
     for number, raw in raw_lines(path):
         try:
-            entries = parse_line(path, number, raw)
+            yield number, parse_line(path, number, raw)
         except DataError as error:
-            yield error
-            continue
-        yield _checked(path, number, entries, chosen, source)
+            yield number, error
 
 
 def _checked(path: Path, number: int, entries: dict[str, Any], limits: Limits, words: Words) -> Rollout | DataError:

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from trainer_rank.errors import ConfigError
-from trainer_rank.training.chat import Chat, Mask, TrainOn
+from trainer_rank.training.chat import TrainOn, encode_conversation
 from trainer_rank.training.messages import Where, show
+from trainer_rank.training.pairs import encode_pair
+from trainer_rank.training.rendering import Mask, Renderer
 from trainer_rank.training.rollouts import FIELDS
 
 _IDS: Final = ("tokens", "trained")
@@ -36,31 +38,33 @@ class Words:
     Attributes:
         model: Folder with the tokenizer; None where no model is named.
         train_on: Which assistant messages are trained.
+        conversations: Lines of messages met so far, in all files.
     """
 
     model: str | None = None
     train_on: TrainOn = "all"
-    _chat: Chat | None = field(default=None, init=False)
+    conversations: int = field(default=0, init=False)
+    _renderer: Renderer | None = field(default=None, init=False)
 
-    def chat(self) -> Chat:
+    def renderer(self) -> Renderer:
         """Return the tokenizer.
 
         Raises:
             ConfigError: No model is named, or its folder holds no tokenizer.
         """
-        if self._chat is None:
+        if self._renderer is None:
             if self.model is None:
                 raise ConfigError(
                     "the data hold words (messages, or prompt and completion), and no model is named whose tokenizer "
                     "turns them into token ids; give --model with the model's folder"
                 )
-            self._chat = Chat.load(self.model, train_on=self.train_on)
-        return self._chat
+            self._renderer = Renderer.load(self.model)
+        return self._renderer
 
     def decoder(self) -> Callable[[Sequence[int]], str] | None:
         """Return what turns ids into text; None where the model's folder holds no tokenizer."""
         try:
-            return self.chat().decode
+            return self.renderer().decode
         except ConfigError:
             return None
 
@@ -100,12 +104,14 @@ def token_entries(where: Where, entries: dict[str, Any], words: Words) -> dict[s
     kind = check_names(where, list(entries))
     if kind == "tokens":
         return entries
+    renderer, tools = words.renderer(), entries.get("tools")
     if kind == "messages":
-        ids, mask = words.chat().conversation(where, entries["messages"], entries.get("tools"))
+        words.conversations += 1
+        ids, mask = encode_conversation(renderer, where, entries["messages"], tools, train_on=words.train_on)
     else:
         if "completion" not in entries:
             where.fail("completion: is required beside prompt; write what is to be learnt")
-        ids, mask = words.chat().pair(where, entries["prompt"], entries["completion"], entries.get("tools"))
+        ids, mask = encode_pair(renderer, where, entries["prompt"], entries["completion"], tools)
     line = {name: value for name, value in entries.items() if name not in _WORDS}
     line.update({name: _spread(where, name, line[name], mask) for name in _PER_TOKEN if line.get(name) is not None})
     return {"tokens": ids.tolist(), "trained": mask.astype(int).tolist(), **line}

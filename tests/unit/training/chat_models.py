@@ -33,7 +33,7 @@ ALTERNATES = (
 )
 # Renders tools and calls.
 TOOLS = (
-    "{% if tools %}<system>{% for t in tools %}{{ t.name }};{% endfor %}<e>{% endif %}"
+    "{% if tools %}<system>{% for t in tools %}{{ (t.function or t).name }};{% endfor %}<e>{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<e>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

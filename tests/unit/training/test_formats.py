@@ -98,6 +98,17 @@ def test_words_without_a_model_end_the_command(tmp_path: Path) -> None:
         read_data(write(tmp_path, {"messages": MESSAGES}))
 
 
+def test_train_on_last_without_conversations_is_refused(tmp_path: Path, words: Words) -> None:
+    """An option that would change nothing is no option; after a file with conversations, one without them may come."""
+    ids = {"tokens": [5, 6], "trained": [0, 1]}
+    last = Words(model=words.model, train_on="last")
+    with pytest.raises(ConfigError, match=r"train_on is 'last', and .* holds no line with messages"):
+        read_data(write(tmp_path, ids, {"prompt": "a", "completion": "b"}), words=last)
+    (found,) = read_data(write(tmp_path, {"messages": [*MESSAGES, *MESSAGES]}), words=last)
+    assert int(found.trained.sum()) == len("cd") + 1
+    assert len(read_data(write(tmp_path, ids), words=last)) == 1
+
+
 def test_a_scan_goes_on_after_a_fault(tmp_path: Path, words: Words) -> None:
     """Every line gives its rollout or its fault, broken JSON included."""
     path = write(tmp_path, {"tokens": [1], "trained": [2]}, {"messages": MESSAGES})
