@@ -42,6 +42,7 @@ def encode_conversation(
     chat = conversation_of(where, value, template=template, only_last=train_on == "last")
     text = renderer.render(where, chat.messages, tools)
     renderer.check_tools(where, chat.messages, tools, text)
+    renderer.check_calls(where, chat.messages, text)
     if renderer.tokenizer.is_fast and _MARKER.search(template):
         return _marked(renderer, where, chat, tools)
     ids = renderer.encode(text)
@@ -81,7 +82,7 @@ def _check_prefix(renderer: Renderer, where: Where, index: int, early: str, late
     seen, now = (renderer.decode(ids[position : position + 4].tolist()) for ids in (first, second))
     if late.startswith(early):
         reason = "the tokenizer joins the text on both sides of a message's border into one token"
-        step = "begin the message's content without white space, or write this line as token ids"
+        step = "write the line as prompt and completion, which are encoded each by itself, or as token ids"
     else:
         reason = "the template writes the text before differently (some remove the thinking of earlier turns)"
         step = "write one line per assistant message and set data.train_on to last, or write token ids"

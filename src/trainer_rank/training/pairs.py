@@ -81,6 +81,7 @@ def _turn(
     early = renderer.render(where, before, tools, prompt=True)
     late = renderer.render(where, [*before, *answer.messages], tools)
     renderer.check_tools(where, before, tools, renderer.render(where, before, tools))
+    renderer.check_calls(where, [*before, *answer.messages], late)
     if not late.startswith(early):
         where.fail(
             "completion: the template writes the prompt differently once the completion follows; "

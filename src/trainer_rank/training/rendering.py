@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +97,21 @@ class Renderer:
                 f"tools: the model's chat template drops them (the text is the same without the {len(tools)} tools); "
                 "describe the tools in the system message instead"
             )
+
+    def check_calls(self, where: Where, messages: Sequence[Message], text: str) -> None:
+        """Raise ``DataError`` if ``text``, the messages, quotes a call's arguments that are JSON already."""
+        for index, message in enumerate(messages):
+            calls = message.get("tool_calls")
+            for call in calls if isinstance(calls, list) else []:
+                function = call.get("function", call) if isinstance(call, dict) else None
+                arguments = function.get("arguments") if isinstance(function, dict) else None
+                if not isinstance(arguments, str) or '"' not in arguments:
+                    continue
+                if any(json.dumps(arguments, ensure_ascii=plain) in text for plain in (False, True)):
+                    where.fail(
+                        f"messages[{index}].tool_calls: the arguments are a text, and the model's chat template writes "
+                        "them as JSON once more, in quotes; write them as a JSON object"
+                    )
 
     def encode(self, text: str) -> Ids:
         """Return the ids (N,) of a text, which may spell special tokens; none is added."""

@@ -113,7 +113,7 @@ def test_the_model_s_limits_and_the_loss_s_fields_are_checked(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--loss", "ppo"], "--loss must be sft or cispo"),
+        (["--loss", "ppo"], "--loss must be sft or "),
         (["--train-on", "some"], "--train-on must be all or last, got 'some'"),
         (["--limit-errors", "0"], "--limit-errors must be at least 1, got 0"),
         (["--model", "none"], "--model: must be a folder with config.json"),

@@ -35,7 +35,8 @@ ALTERNATES = (
 TOOLS = (
     "{% if tools %}<system>{% for t in tools %}{{ (t.function or t).name }};{% endfor %}<e>{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}<e>{% endfor %}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }}"
+    "{% if c.function.arguments %} {{ c.function.arguments | tojson }}{% endif %}]{% endfor %}<e>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

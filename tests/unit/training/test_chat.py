@@ -146,6 +146,25 @@ def test_calls_are_trained_and_need_no_content() -> None:
     assert "messages[1].tool_calls: the model's chat template does not use" in refusal(chat(), say("ab", "", m1=calls))
 
 
+def test_answers_before_and_after_a_tool_are_trained() -> None:
+    """What the tool says is not."""
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    messages = [*say("ab"), call, {"role": "tool", "content": "7"}, {"role": "assistant", "content": "cd"}]
+    one = chat(TOOLS)
+    assert texts(one, *one.conversation(messages))[1] == '[f{"a":1}]<e>cd<e>'
+
+
+def test_arguments_that_would_be_quoted_twice_are_refused() -> None:
+    """A text that is JSON already, in a template that writes JSON; as an object it is written once."""
+    call = {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]}
+    message = refusal(chat(TOOLS), say("ab", "", m1=call))
+    assert "messages[1].tool_calls: the arguments are a text" in message
+    with pytest.raises(DataError, match="the arguments are a text"):
+        chat(TOOLS).pair(say("ab"), say("ab", "", m1=call)[1:])
+    one = chat(TOOLS.replace("| tojson", ""))
+    assert texts(one, *one.conversation(say("ab", "", m1=call)))[1] == '[f{"a":1}]<e>'
+
+
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
