@@ -94,7 +94,7 @@ class Renderer:
         """Raise ``DataError`` if ``text``, the messages with tools, is the same without them."""
         if tools is not None and self.render(where, messages, None) == text:
             where.fail(
-                f"tools: the model's chat template drops them (the text is the same without the {len(tools)} tools); "
+                "tools: the model's chat template drops them (the text is the same without them); "
                 "describe the tools in the system message instead"
             )
 

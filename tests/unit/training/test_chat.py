@@ -261,7 +261,7 @@ def test_the_real_model_s_template() -> None:
 
 @needs_model
 def test_a_thousand_lines_of_conversations_take_seconds() -> None:
-    """Turns already seen are not encoded again: 100 conversations of 10 lines each, well under half a minute."""
+    """Turns already seen are not encoded again: 100 conversations of 10 lines each, well under a minute."""
     one = Chat(Renderer.load(str(MODEL)))
     begin, lines = time.process_time(), 0
     for number in range(100):
@@ -270,4 +270,4 @@ def test_a_thousand_lines_of_conversations_take_seconds() -> None:
             one.conversation(say(*contents[:stop]))
             lines += 1
     assert lines == 1000
-    assert time.process_time() - begin < 30
+    assert time.process_time() - begin < 60
