@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from trainer_rank.training.lora_targets import CHOICES, Choice
 from trainer_rank.units import parse_bytes
 
 
@@ -40,12 +41,24 @@ def _list_to_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _targets(value: object) -> object:
+    """Refuse what is neither a list of different names nor a choice, in one message instead of one per kind."""
+    if isinstance(value, list | tuple):
+        if not value or not all(isinstance(name, str) and name for name in value) or len(set(value)) != len(value):
+            raise ValueError("must be a list of at least one name, each a text and given once")
+        return tuple(value)
+    if value is not None and value not in CHOICES:
+        raise ValueError(f"must be a list of names, {' or '.join(CHOICES)}, or null for the family's default")
+    return value
+
+
 Number = Annotated[float, BeforeValidator(_number), AfterValidator(_finite)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Path = Annotated[str, Field(min_length=1)]
+Targets = Annotated[tuple[str, ...] | Choice, BeforeValidator(_targets)]
 
 
 class _Section(BaseModel):
@@ -53,19 +66,14 @@ class _Section(BaseModel):
 
 
 class LoraSection(_Section):
-    """Low-rank adapters. No dropout: a shared prefix would draw one mask where requests alone draw one each."""
+    """Low-rank adapters, by default on every projection of the model's family (``training/lora_targets.py``).
+
+    No dropout: a shared prefix would draw one mask where requests alone draw one each.
+    """
 
     rank: Count = 16
     alpha: Positive = 32.0
-    targets: Annotated[tuple[str, ...], BeforeValidator(_list_to_tuple), Field(min_length=1)] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+    targets: Targets | None = None
 
 
 class ModelSection(_Section):
@@ -78,10 +86,14 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Rollouts, one JSON document per line. ``shuffle_seed: null`` keeps the order of the file."""
+    """Requests, one per line or row. ``shuffle_seed: null`` keeps the order of the file.
+
+    ``train_on`` says which assistant messages of a conversation are trained: ``all``, or the ``last`` alone.
+    """
 
     path: Path
     eval_path: Path | None = None
+    train_on: Literal["all", "last"] = "all"
     shuffle_seed: int | None = 0
 
 

@@ -8,22 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
-from trainer_rank.errors import ConfigError, TrainingError
+from trainer_rank.errors import TrainingError
 from trainer_rank.memory import Observation
 from trainer_rank.prefix import build_tree
 from trainer_rank.requests import Request
 from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
 from trainer_rank.session import MicroBatchStats, TrainerRank
 from trainer_rank.training.config import TrainConfig
+from trainer_rank.training.data_files import read_data
+from trainer_rank.training.formats import Words
+from trainer_rank.training.lora_targets import family_of, targets_of
 from trainer_rank.training.losses import Loss, loss_for, sampled
+from trainer_rank.training.model_limits import limits_of
 from trainer_rank.training.one_by_one import compare
-from trainer_rank.training.parquet import read_data
 from trainer_rank.training.progress import Progress
 from trainer_rank.training.records import ComparisonRecord, EvaluationRecord, RunSummary, StepRecord
 from trainer_rank.training.resident import ResidentPeak
-from trainer_rank.training.rollouts import Limits, Rollout
+from trainer_rank.training.rollouts import Rollout
 from trainer_rank.training.run_folder import RunFolder
 from trainer_rank.training.schedule import group_rollouts, plan_steps
 
@@ -40,9 +42,10 @@ def train(config: TrainConfig, *, progress: Progress) -> Path:
         TrainerRankMemoryError: A request cannot fit the budget, or an admitted pass ran out of memory.
         TrainingError: Loss or gradient is no longer finite.
     """
-    limits = _limits(config)
-    groups = group_rollouts(read_data(Path(config.data.path), limits))
-    evaluation = None if config.data.eval_path is None else read_data(Path(config.data.eval_path), limits)
+    limits = limits_of(config.model.path, loss=config.loss.name)
+    words = Words(model=config.model.path, train_on=config.data.train_on)
+    groups = group_rollouts(read_data(Path(config.data.path), limits, words))
+    evaluation = None if config.data.eval_path is None else read_data(Path(config.data.eval_path), limits, words)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -227,32 +230,18 @@ class _Passes:
             self.observed_peak_bytes = max(self.observed_peak_bytes or 0, peak_bytes)
 
 
-def _limits(config: TrainConfig) -> Limits:
-    """Return what the model's own configuration demands of the data, read before any weight is."""
-    path = config.model.path
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: must be a folder with config.json and weights, got {path!r}; "
-            "relative paths count from the current folder"
-        )
-    try:
-        model = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} holds no model that Transformers knows: {error}") from error
-    return Limits(
-        vocabulary_size=getattr(model, "vocab_size", None),
-        context_length=getattr(model, "max_position_embeddings", None),
-        loss=config.loss.name,
-    )
-
-
 def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> TrainerRank:
     lora = config.model.lora
     runtime = TransformersRuntime.from_pretrained(
         config.model.path,
         lora=None
         if lora is None
-        else LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets)),
+        else LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=0.0,
+            target_modules=list(targets_of(lora.targets, family_of(config.model.path))),
+        ),
         recompute=config.model.recompute,
         dtype=config.model.dtype,
     )

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +60,11 @@ class Limits:
 
     vocabulary_size: int | None = None
     context_length: int | None = None
-    loss: Literal["sft", "cispo"] = "sft"
+    loss: str = "sft"
 
 
 def read_rollouts(path: Path, limits: Limits | None = None) -> list[Rollout]:
-    """Return the rollouts of the file ``path``, in file order; at least one.
+    """Return the rollouts of the JSON Lines file ``path`` of token ids, in file order; at least one.
 
     Raises:
         DataError: The file cannot be read or holds no request, or a line is cut off, is not a JSON object, has an
@@ -72,23 +72,33 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> list[Rollout]:
             that does not parse, column.
     """
     chosen = limits if limits is not None else Limits()
-    rollouts = [rollout_of(path, number, entries, chosen) for number, entries in _objects(path)]
+    rollouts = [rollout_of(path, number, parse_line(path, number, raw), chosen) for number, raw in raw_lines(path)]
     if not rollouts:
         raise DataError("holds no request; write one JSON document per line", path=path)
     return rollouts
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, with their 1-based numbers.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
-                    yield number, _object(path, number, raw)
+                    yield number, raw
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror}); give the path of a JSON Lines file", path=path) from error
 
 
-def _object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+def parse_line(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+    """Return the fields of one line, as JSON has them.
+
+    Raises:
+        DataError: The line is not UTF-8, not a JSON object, cut off, or repeats a field.
+    """
     try:
         text = raw.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:

@@ -31,6 +31,7 @@ def test_keys_are_pinned() -> None:
         "model.lora.targets",
         "data.path",
         "data.eval_path",
+        "data.train_on",
         "data.shuffle_seed",
         "loss.name",
         "loss.normalisation",

@@ -1,0 +1,92 @@
+"""A commented configuration made from the configuration's own classes: every key, its meaning, its default."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from trainer_rank.training.config import TrainConfig
+from trainer_rank.training.load_config import section_in
+
+# One line per key and per section; a test holds it to the keys there are.
+MEANING: Final[Mapping[str, str]] = {
+    "model": "The model that is trained.",
+    "model.path": "Folder with config.json, weights and tokenizer.",
+    "model.dtype": "Of the parameters.",
+    "model.recompute": "full keeps each layer's input only; none keeps all activations.",
+    "model.lora": "Low-rank adapters; null instead of this section trains every weight.",
+    "model.lora.rank": "Rank of the adapters.",
+    "model.lora.alpha": "Scale; an adapter's output is multiplied by alpha / rank.",
+    "model.lora.targets": "Layers that get one: a list of names, all-linear or attention; null: every projection.",
+    "data": "What it is trained on; see docs/data.md.",
+    "data.path": "JSON Lines or Parquet file: token ids, messages, or prompt and completion.",
+    "data.eval_path": "The same, for a loss that is measured before and after.",
+    "data.train_on": "Assistant messages of a conversation that are trained.",
+    "data.shuffle_seed": "Order of the groups; null keeps the file's.",
+    "loss": "What is minimised.",
+    "loss.name": "cispo needs advantage and old_logprobs in the data.",
+    "loss.normalisation": "What the sum over the step is divided by, however the step is split.",
+    "loss.epsilon_low": "Lower bound of the importance weight is 1 - epsilon_low; cispo only, null: 1.",
+    "loss.epsilon_high": "Upper bound of the importance weight is 1 + epsilon_high; cispo only, null: 4.",
+    "optimizer": "AdamW.",
+    "optimizer.lr": "Learning rate after the warm-up.",
+    "optimizer.betas": "Decay of the moments.",
+    "optimizer.weight_decay": "Decoupled from the gradient.",
+    "optimizer.max_grad_norm": "Gradients are scaled down to this norm.",
+    "optimizer.warmup_steps": "Steps over which the learning rate rises linearly.",
+    "groups_per_step": "Groups in one optimizer step.",
+    "steps": "Length of the run in optimizer steps; give this or epochs.",
+    "epochs": "Length of the run in passes over the data; give this or steps.",
+    "eval_every": "Evaluate after every so many steps as well.",
+    "compare_one_by_one": "At the end, train the smallest group one request at a time and report the speed-up.",
+    "warm_up": "worst runs the request that needs most memory before the first step, without training.",
+    "memory_budget": "All bytes on the device, weights included, such as 20GiB; null: what the device can give.",
+    "threads": "CPU threads; null: torch's own choice.",
+    "seed": "Seed of the adapter's initial weights.",
+    "run_dir": "Where numbered run folders go.",
+}
+
+# What no default can know: a length, and the two paths.
+_START: Final = {"model": {"path": "models/my-model"}, "data": {"path": "data/train.jsonl"}, "epochs": 1}
+
+
+def config_template() -> str:
+    """Return YAML that ``parse_config`` reads, with every key of ``key_list`` in its section under its meaning."""
+    lines = ["# A training run. Start it with: trainer-rank train <this file>", ""]
+    values = TrainConfig.model_validate(_START).model_dump(mode="json")
+    lines += _section(TrainConfig, values, prefix="", indent="")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _section(section: type[BaseModel], values: Mapping[str, Any], *, prefix: str, indent: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        key, value = f"{prefix}{name}", values[name]
+        nested = section_in(field.annotation)
+        choices = " Choices: " + ", ".join(_choices(field.annotation)) + "." if _choices(field.annotation) else ""
+        required = " Required." if field.is_required() and nested is None else ""
+        if nested is not None and not indent:
+            yield ""
+        yield f"{indent}# {MEANING[key]}{choices}{required}"
+        if nested is None:
+            yield f"{indent}{name}: {_scalar(value)}"
+            continue
+        yield f"{indent}{name}:"
+        yield from _section(nested, value, prefix=f"{key}.", indent=f"{indent}  ")
+        if not indent:
+            yield ""
+
+
+def _choices(annotation: object) -> list[str]:
+    """Return the texts of a field that takes one of a few; empty for other fields, and for texts among other kinds."""
+    return [str(choice) for choice in get_args(annotation)] if get_origin(annotation) is Literal else []
+
+
+def _scalar(value: object) -> str:
+    """Return a value as YAML on one line; JSON is YAML, and a plain word needs no quotes."""
+    if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w./-]*", value) and value not in ("null", "true", "false"):
+        return value
+    return json.dumps(value)
