@@ -9,6 +9,7 @@ restarting positions as boundaries and silently cut branches off their prefix.
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from trainer_rank.runtime.attention import (
     tree_attention,
 )
 from trainer_rank.runtime.base import Observer, Runtime
+from trainer_rank.runtime.identity import identity_of
 from trainer_rank.runtime.support import check_adapter, check_supported, check_targets
 from trainer_rank.runtime.transfer import to_device
 
@@ -282,6 +284,29 @@ class TransformersRuntime(Runtime):
 
     def save(self, path: Path) -> None:
         self._model.save_pretrained(path)
+
+    def trained(self) -> dict[str, Tensor]:
+        # PEFT writes its tensors without the adapter's own name.
+        inner = None if self._peft_config is None else f".{self._model.active_adapter}."
+        return {
+            name if inner is None else ".".join(name.rsplit(inner, 1)): parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def adapter_config(self) -> bytes | None:
+        if self._peft_config is None:
+            return None
+        config = copy.deepcopy(self._peft_config)
+        config.inference_mode = True
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = self._causal.config.name_or_path
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            return (Path(folder) / "adapter_config.json").read_bytes()
+
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self._facts, self._model.named_parameters())
 
     def _layers(self) -> list[nn.Module]:
         return list(self._causal.model.layers)

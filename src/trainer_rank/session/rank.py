@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from torch import Tensor
 
 from trainer_rank.admission import Admission, Budget
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
@@ -278,6 +280,29 @@ class TrainerRank:
     def save_adapter(self, path: Path) -> None:
         """Write what is trained (the adapter, or the whole model) into the folder ``path``."""
         self.runtime.save(path)
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return AdamW's state as ``<slot>.<name of the parameter>``, the tensors themselves; empty before a step."""
+        names = self.runtime.trained()
+        return {
+            f"{slot}.{name}": tensor
+            for name, slots in zip(names, self._optimizer.state(), strict=True)
+            for slot, tensor in slots.items()
+        }
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what ``optimizer_state`` returned, for a model with the same trained parameters.
+
+        Raises:
+            ValueError: A tensor is of no trained parameter, or not of its shape.
+        """
+        slots: dict[str, dict[str, Tensor]] = {name: {} for name in self.runtime.trained()}
+        for key, tensor in tensors.items():
+            slot, _, name = key.partition(".")
+            if name not in slots:
+                raise ValueError(f"{key}: must be of a trained parameter, and the model trains none of that name")
+            slots[name][slot] = tensor
+        self._optimizer.load(list(slots.values()))
 
     def _plan(
         self, flat: Flat, recorded: Sequence[SplitRange] = ()

@@ -23,7 +23,7 @@ def test_commands_and_options_are_pinned() -> None:
     }
     assert sorted(option for parameter in command.params for option in parameter.opts) == ["--version"]
     assert options == {
-        "train": ["--debug", "--json", "--warm-up", "config"],
+        "train": ["--allow-changed", "--debug", "--json", "--resume", "--warm-up", "config"],
         "plan": sorted(
             [
                 "--all-passes", "--caller-bytes-per-token", "--config", "--data", "--debug", "--device", "--dtype",

@@ -37,7 +37,7 @@ def test_the_split_is_known_from_the_first_micro_batch(new_rank: NewRank) -> Non
     splits = [micro_batch.split for micro_batch in rank.forward_micro_batches(BATCH)]
     assert len(splits) > 1
     assert len(set(splits)) == 1
-    assert [(one.start, one.stop) for one in splits[0]][0][0] == 0
+    assert splits[0][0].start == 0
     assert all(one.stop == other.start for one, other in zip(splits[0], splits[0][1:], strict=False))
     assert splits[0][-1].stop == len(BATCH)
 
