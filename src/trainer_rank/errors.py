@@ -10,6 +10,7 @@
     ├── BackwardError (RuntimeError)      backward was asked of a pass that can no longer give it
     ├── MeterError (RuntimeError)         device memory cannot be measured here
     ├── TrainingError (RuntimeError)      a training run cannot go on: step, reason
+    │   └── TrainingInterruptedError      it was asked to stop: checkpoint, how to resume
     └── TrainerRankMemoryError (RuntimeError)
                                           refused before anything ran, or out of memory inside an admitted pass
 
@@ -104,6 +105,10 @@ class MeterError(TrainerRankError, RuntimeError):
 
 class TrainingError(TrainerRankError, RuntimeError):
     """A training run cannot go on; the message names the step, the reason and what is already saved."""
+
+
+class TrainingInterruptedError(TrainingError):
+    """A training run was asked to stop and did, between two passes; the message says how it goes on."""
 
 
 class TrainerRankMemoryError(TrainerRankError, RuntimeError):

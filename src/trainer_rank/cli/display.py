@@ -70,6 +70,10 @@ class Table:
         self._task = self._bar.add_task(f"step 1/{steps}", total=packed_rows)
         self._bar.start()
 
+    def note(self, message: str) -> None:
+        """Print it."""
+        self._say(message)
+
     def advanced(self, *, step: int, packed_rows: int) -> None:
         """Move the bar."""
         if self._task is not None:
@@ -150,6 +154,10 @@ class JsonLines:
             "started",
             {"steps": steps, "packed_rows": packed_rows, "budget_bytes": budget_bytes, "folder": str(run_folder)},
         )
+
+    def note(self, message: str) -> None:
+        """Print the event."""
+        self._write("note", {"message": message})
 
     def advanced(self, *, step: int, packed_rows: int) -> None:
         """Print the event."""

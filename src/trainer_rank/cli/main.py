@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from trainer_rank.errors import ConfigError, DataError, RequestError, TrainerRankError
+from trainer_rank.errors import ConfigError, DataError, RequestError, TrainerRankError, TrainingInterruptedError
 
 SUCCESS: Final = 0
 FAILED: Final = 1
@@ -56,6 +56,8 @@ def run(arguments: list[str]) -> int:
         )
     except KeyboardInterrupt:
         return _say("interrupted", INTERRUPTED)
+    except TrainingInterruptedError as error:
+        return _say(str(error), INTERRUPTED)
     except TrainerRankError as error:
         if "--debug" in arguments:
             raise

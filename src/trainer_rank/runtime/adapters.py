@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from trainer_rank.errors import UnsupportedModelError
+from trainer_rank.errors import ConfigError, UnsupportedModelError
 from trainer_rank.requests import BASE
-from trainer_rank.runtime.support import check_adapter
+from trainer_rank.runtime.support import check_adapter, check_targets
+
+Lora: TypeAlias = LoraConfig | Mapping[str, LoraConfig]
+"""One adapter, or several by name."""
 
 
 class Adapters:
@@ -105,3 +109,37 @@ def _parameters(layers: list[Any], name: str) -> Iterator[Tensor]:
             if name in held:
                 found = held[name]
                 yield from found.parameters() if isinstance(found, nn.Module) else (found,)
+
+
+def adapters_by_name(lora: Lora | None) -> dict[str, LoraConfig]:
+    """Return the configurations by the adapter's name; a single one gets PEFT's usual name."""
+    configs: dict[str, LoraConfig] = (
+        {} if lora is None else dict(lora) if isinstance(lora, Mapping) else {"default": lora}
+    )
+    for name, config in configs.items():
+        if not name or "." in name or name == BASE:
+            raise ConfigError(f"an adapter's name must not be empty, {BASE!r} or contain a dot, got {name!r}")
+        check_adapter(config)
+    return configs
+
+
+def adapted(model: Any, configs: Mapping[str, LoraConfig], *, own: str | None = None, check: bool = True) -> Any:
+    """Return the model with fresh adapters on it; ``own``, or the first, is active."""
+    base = model
+    for number, (name, config) in enumerate(configs.items()):
+        if check:
+            check_targets(config, base)
+        if number == 0:
+            model = get_peft_model(model, copy.deepcopy(config), adapter_name=name)
+        else:
+            model.add_adapter(name, copy.deepcopy(config))
+    if own is not None:
+        model.set_adapter(own)
+    return model
+
+
+def plain_entries(config: LoraConfig) -> dict[str, str]:
+    entries = {}
+    for name, value in sorted(config.to_dict().items()):
+        entries[name] = str(sorted(map(str, value))) if isinstance(value, set | list | tuple) else str(value)
+    return entries

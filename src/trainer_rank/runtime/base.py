@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -97,3 +97,15 @@ class Runtime(ABC):
     @abstractmethod
     def save(self, path: Path) -> None:
         """Write what was trained into the folder ``path``."""
+
+    @abstractmethod
+    def trained(self) -> dict[str, Tensor]:
+        """Return the trained parameters by the names ``save`` gives them, in the order of ``trainable_parameters``."""
+
+    @abstractmethod
+    def adapter_config(self) -> bytes | None:
+        """Return the text of the adapter's configuration file as ``save`` writes it; None without an adapter."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Return plain values that tell this model from any a checkpoint of it cannot be loaded into."""

@@ -9,22 +9,22 @@ restarting positions as boundaries and silently cut branches off their prefix.
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from trainer_rank.errors import ConfigError, UnsupportedModelError
 from trainer_rank.memory import Call, ModelFacts, Recompute
 from trainer_rank.prefix import PackedBatch
-from trainer_rank.requests import BASE
-from trainer_rank.runtime.adapters import Adapters
+from trainer_rank.runtime.adapters import Adapters, Lora, adapted, adapters_by_name, plain_entries
 from trainer_rank.runtime.attention import (
     AttentionPlan,
     BoundAttention,
@@ -36,14 +36,12 @@ from trainer_rank.runtime.attention import (
     tree_attention,
 )
 from trainer_rank.runtime.base import Observer, Runtime
-from trainer_rank.runtime.support import check_adapter, check_supported, check_targets
+from trainer_rank.runtime.identity import identity_of
+from trainer_rank.runtime.support import check_supported
 from trainer_rank.runtime.transfer import to_device
 
 ATTENTION = "trainer_rank_tree"
 __all__ = ["LoraConfig", "TransformersRuntime"]
-
-Lora: TypeAlias = LoraConfig | Mapping[str, LoraConfig]
-"""One adapter, or several by name."""
 
 
 def _attend(
@@ -130,9 +128,9 @@ class TransformersRuntime(Runtime):
         """
         config = transformers.AutoConfig.from_pretrained(path)
         check_supported(config)
-        configs = _by_name(lora)
+        configs = adapters_by_name(lora)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-        return cls(_adapted(model, configs), recompute=recompute)
+        return cls(adapted(model, configs), recompute=recompute)
 
     @classmethod
     def from_config(
@@ -156,12 +154,12 @@ class TransformersRuntime(Runtime):
         if isinstance(config, str | Path):
             config = transformers.AutoConfig.from_pretrained(config)
         check_supported(config)
-        configs = _by_name(lora)
+        configs = adapters_by_name(lora)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
             )
-            model = _adapted(model, configs)
+            model = adapted(model, configs)
         return cls(model, recompute=recompute, stands_for=torch.device(stands_for))
 
     @property
@@ -198,7 +196,7 @@ class TransformersRuntime(Runtime):
             config.pop(name, None)
         return {
             "config": config,
-            "adapters": {name: _plain_entries(one) for name, one in self._adapters.configs.items()},
+            "adapters": {name: plain_entries(one) for name, one in self._adapters.configs.items()},
             "kernel": str(self._kernel()),
             "device": self._stands_for.type,
             "parameters": [
@@ -265,7 +263,7 @@ class TransformersRuntime(Runtime):
             config.layer_types = config.layer_types[:num_layers]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=self._causal.lm_head.weight.dtype)
-            model = _adapted(model, self._adapters.configs, own=self._adapters.own, check=False)
+            model = adapted(model, self._adapters.configs, own=self._adapters.own, check=False)
         own = dict(self._model.named_parameters())
         for name, parameter in model.named_parameters():
             # PEFT casts an adapter's weights only where there are data to cast.
@@ -281,6 +279,29 @@ class TransformersRuntime(Runtime):
 
     def save(self, path: Path) -> None:
         self._model.save_pretrained(path)
+
+    def trained(self) -> dict[str, Tensor]:
+        # PEFT writes the tensors of an adapter without its name.
+        inner = f".{self._adapters.own}." if len(self._adapters.configs) == 1 else None
+        return {
+            name if inner is None else ".".join(name.rsplit(inner, 1)): parameter
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def adapter_config(self) -> bytes | None:
+        if self._adapters.own is None:
+            return None
+        config = copy.deepcopy(self._adapters.configs[self._adapters.own])
+        config.inference_mode = True
+        if config.base_model_name_or_path is None:
+            config.base_model_name_or_path = self._causal.config.name_or_path
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            return (Path(folder) / "adapter_config.json").read_bytes()
+
+    def identity(self) -> dict[str, Any]:
+        return identity_of(self._facts, self._model.named_parameters())
 
     def _layers(self) -> list[nn.Module]:
         return list(self._causal.model.layers)
@@ -315,40 +336,6 @@ class TransformersRuntime(Runtime):
             adapter=self._adapters.own,
             adapters=self._adapters.names,
         )
-
-
-def _by_name(lora: Lora | None) -> dict[str, LoraConfig]:
-    """Return the configurations by the adapter's name; a single one gets PEFT's usual name."""
-    configs: dict[str, LoraConfig] = (
-        {} if lora is None else dict(lora) if isinstance(lora, Mapping) else {"default": lora}
-    )
-    for name, config in configs.items():
-        if not name or "." in name or name == BASE:
-            raise ConfigError(f"an adapter's name must not be empty, {BASE!r} or contain a dot, got {name!r}")
-        check_adapter(config)
-    return configs
-
-
-def _adapted(model: Any, configs: Mapping[str, LoraConfig], *, own: str | None = None, check: bool = True) -> Any:
-    """Return the model with fresh adapters on it; ``own``, or the first, is active."""
-    base = model
-    for number, (name, config) in enumerate(configs.items()):
-        if check:
-            check_targets(config, base)
-        if number == 0:
-            model = get_peft_model(model, copy.deepcopy(config), adapter_name=name)
-        else:
-            model.add_adapter(name, copy.deepcopy(config))
-    if own is not None:
-        model.set_adapter(own)
-    return model
-
-
-def _plain_entries(config: LoraConfig) -> dict[str, str]:
-    entries = {}
-    for name, value in sorted(config.to_dict().items()):
-        entries[name] = str(sorted(map(str, value))) if isinstance(value, set | list | tuple) else str(value)
-    return entries
 
 
 def _plan(batch: PackedBatch) -> AttentionPlan:

@@ -2,5 +2,6 @@
 
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result, TopK
 from trainer_rank.session.rank import TrainerRank
+from trainer_rank.session.split import SplitRange
 
-__all__ = ["MicroBatch", "MicroBatchStats", "Result", "TopK", "TrainerRank"]
+__all__ = ["MicroBatch", "MicroBatchStats", "Result", "SplitRange", "TopK", "TrainerRank"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,11 +24,18 @@ class Candidate:
         indices: Flat indices of its leaves, inactive ones included, in reading order.
         works: One pass per grad mode and adapter; empty when every leaf is inactive.
         price: Price of the passes together.
+        layout: Number of its layout among those that are tried.
     """
 
     indices: tuple[int, ...]
     works: tuple[PassWork, ...]
     price: Price
+    layout: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the shapes of its passes."""
+        return _fingerprint(self.works)
 
 
 class Candidates:
@@ -66,6 +74,15 @@ class Candidates:
         """Units in the group."""
         return len(self._units)
 
+    @property
+    def num_layouts(self) -> int:
+        """Layouts that are tried, fastest first."""
+        return len(self._layouts)
+
+    def fingerprint(self, start: int, stop: int, layout: int) -> str:
+        """Return the digest of the shapes of a range's passes under a layout, by its number; prices nothing."""
+        return _fingerprint(self._passes(start, stop, layout))
+
     def indices(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the flat indices of a range, in reading order."""
         return tuple(sorted(index for unit in self._units[start:stop] for index in unit.indices))
@@ -84,15 +101,17 @@ class Candidates:
         return any(self._is_within_cap(start, stop, number) for number in range(len(self._layouts)))
 
     def admission(
-        self, start: int, stop: int, budget: Budget, pending: tuple[Term, ...]
+        self, start: int, stop: int, budget: Budget, pending: tuple[Term, ...], *, layout: int | None = None
     ) -> tuple[Candidate, Admission]:
         """Return the range under the fastest layout that is admitted, else under the cheapest one.
 
-        A layout that breaks the cap on packed rows is not considered, unless all do.
+        A layout that breaks the cap on packed rows is not considered, unless all do. With ``layout``, the number of
+        one, only that one is.
         """
-        numbers = [number for number in range(len(self._layouts)) if self._is_within_cap(start, stop, number)]
+        choice = range(len(self._layouts)) if layout is None else (layout,)
+        numbers = [number for number in choice if self._is_within_cap(start, stop, number)]
         tried = []
-        for number in numbers or [len(self._layouts) - 1]:
+        for number in numbers or choice[-1:]:
             candidate = self._candidate(start, stop, number)
             verdict = admit(candidate.price, budget, pending)
             if verdict.admitted:
@@ -131,5 +150,9 @@ class Candidates:
             else:
                 nothing = Term(name="nothing", num_bytes=0)
                 price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
-            self._known[key] = Candidate(indices=self.indices(start, stop), works=works, price=price)
+            self._known[key] = Candidate(indices=self.indices(start, stop), works=works, price=price, layout=number)
         return self._known[key]
+
+
+def _fingerprint(works: Sequence[PassWork]) -> str:
+    return hashlib.blake2b("".join(work.shape_key for work in works).encode(), digest_size=8).hexdigest()

@@ -16,6 +16,7 @@ from trainer_rank.runtime import Runtime
 from trainer_rank.session.candidates import Candidate
 from trainer_rank.session.decisions import Decisions
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
+from trainer_rank.session.split import SplitRange
 
 
 class Execution:
@@ -38,8 +39,12 @@ class Execution:
         self._head_chunk_rows = head_chunk_rows
         self.last_observation: Observation | None = None
 
-    def run(self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission) -> Iterator[MicroBatch]:
+    def run(
+        self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission, *, split: tuple[SplitRange, ...]
+    ) -> Iterator[MicroBatch]:
         """Yield the one micro-batch of an admitted candidate, its forwards done; measure it when the caller goes on.
+
+        ``split`` is that of the whole call, and goes to the caller with the micro-batch.
 
         Raises:
             TrainerRankMemoryError: It ran out of memory.
@@ -47,7 +52,7 @@ class Execution:
         begin, clock = self._meter.read(), time.perf_counter()
         number = self._decisions.admission(candidate, verdict)
         self._meter.reset_peak()
-        micro_batch = self._micro_batch(flat, rule, candidate, verdict)
+        micro_batch = self._micro_batch(flat, rule, candidate, verdict, split)
         try:
             yield micro_batch
         finally:
@@ -55,7 +60,9 @@ class Execution:
             micro_batch.observed = self.last_observation = observed
             self._decisions.observation(number, observed, verdict, seconds=time.perf_counter() - clock)
 
-    def _micro_batch(self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission) -> MicroBatch:
+    def _micro_batch(
+        self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission, split: tuple[SplitRange, ...]
+    ) -> MicroBatch:
         found: dict[int, Result] = dict.fromkeys(candidate.indices, Result())
         for work in candidate.works:
             result = self._forward(work, verdict)
@@ -72,6 +79,7 @@ class Execution:
             coefficients=tuple(rule.coefficients[index] for index in candidate.indices),
             num_trained=rule.num_trained,
             stats=MicroBatchStats.of(candidate.works, len(candidate.indices), verdict),
+            split=split,
         )
 
     def _forward(self, work: PassWork, verdict: Admission) -> PassResult:

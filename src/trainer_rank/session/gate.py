@@ -115,6 +115,22 @@ class Gate:
             short_bytes=verdict.short_bytes, request_index=blamed, request_length=length,
         )  # fmt: skip
 
+    def refusal_to_repeat(self, candidate: Candidate, verdict: Admission) -> TrainerRankMemoryError:
+        """Record the refusal of a recorded pass that memory has no room for any more, and return its error."""
+        self._record(candidate, verdict)
+        return TrainerRankMemoryError(
+            f"the recorded pass over {len(candidate.indices)} requests cannot be repeated: it {verdict.explain()}; "
+            f"{format_bytes(verdict.short_bytes)} short. It did not run. Raise memory_budget by at least "
+            f"{format_bytes(verdict.short_bytes)} to repeat it exactly, or leave the recorded split out to have the "
+            "requests split anew",
+            admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,
+            short_bytes=verdict.short_bytes,
+        )  # fmt: skip
+
+    def forget(self) -> None:
+        """Forget the pass priced last, so that a split depends on its requests and on memory only, not on history."""
+        self._bytes_per_row = None
+
     def _advice(self, verdict: Admission) -> str:
         """Return the next step that costs least."""
         raise_it = f"raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
@@ -157,16 +173,18 @@ class Gate:
             terms.append(Term(name="gradients to come", num_bytes=to_come))
         return tuple(terms)
 
-    def readmit(self, group: Candidates, start: int, stop: int, *, split: bool) -> tuple[Candidate, Admission]:
-        """Return the verdict on a planned range against memory as it is now."""
+    def readmit(
+        self, group: Candidates, start: int, stop: int, *, split: bool, layout: int | None = None
+    ) -> tuple[Candidate, Admission]:
+        """Return the verdict on a planned range against memory as it is now, under ``layout`` only if it is given."""
         pending = self.pending(split=split)
-        candidate, verdict = group.admission(start, stop, budget_of(self._meter.read()), pending)
+        candidate, verdict = group.admission(start, stop, budget_of(self._meter.read()), pending, layout=layout)
         for collect in (False, True):
             if collect:
                 gc.collect()
             # The meter gives cached blocks back only when this pass needs them.
             budget = budget_of(self._meter.prepare(verdict.charged_bytes))
-            candidate, verdict = group.admission(start, stop, budget, pending)
+            candidate, verdict = group.admission(start, stop, budget, pending, layout=layout)
             if verdict.admitted:
                 break
         return candidate, verdict

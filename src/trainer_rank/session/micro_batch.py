@@ -13,6 +13,7 @@ from trainer_rank.executor.run import Outputs
 from trainer_rank.memory import Observation
 from trainer_rank.planner import PassWork
 from trainer_rank.requests import Request
+from trainer_rank.session.split import SplitRange
 
 T = TypeVar("T")
 
@@ -115,6 +116,8 @@ class MicroBatch:
             factor on request k's summed loss that makes the sum over all micro-batches the normalised loss.
         num_trained: Scored labels in the whole call, over all micro-batches.
         stats: Features, price, budget.
+        split: The whole call's micro-batches as ranges: those that ran, this one, and those planned after it. Given
+            back to ``forward_micro_batches`` with the same requests, they are repeated as they are.
         observed: Measured memory; filled in when the iteration goes on.
     """
 
@@ -126,6 +129,7 @@ class MicroBatch:
     coefficients: tuple[float, ...]
     num_trained: int
     stats: MicroBatchStats
+    split: tuple[SplitRange, ...] = ()
     observed: Observation | None = field(default=None)
 
     def select(self, values: Sequence[T]) -> list[T]:

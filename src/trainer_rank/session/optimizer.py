@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
+
+SLOTS: Final = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,29 @@ class Optimizer:
             self._adam = adam
         self.zero_grad()
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
+
+    def state(self) -> list[dict[str, Tensor]]:
+        """Return each parameter's moments and step count by slot, themselves and no copies; empty before the first."""
+        if self._adam is None:
+            return [{} for _ in self._parameters]
+        return [dict(self._adam.state.get(parameter, {})) for parameter in self._parameters]
+
+    def load(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        """Go on from a state as ``state`` returned it, copied into new tensors; one entry per parameter.
+
+        Raises:
+            ValueError: A slot is not AdamW's, or a tensor is not of its shape.
+        """
+        adam = self._new(1.0)
+        for parameter, slots in zip(self._parameters, state, strict=True):
+            for slot, saved in slots.items():
+                if slot not in SLOTS:
+                    raise ValueError(f"slot must be one of {', '.join(SLOTS)}, got {slot!r}")
+                own = torch.zeros_like(parameter, requires_grad=False) if slot != "step" else saved.new_zeros(())
+                if own.shape != saved.shape:
+                    raise ValueError(f"{slot} must have the shape {tuple(own.shape)}, got {tuple(saved.shape)}")
+                adam.state[parameter][slot] = own.to(parameter.device).copy_(saved)
+        self._adam = adam if adam.state else None
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from trainer_rank.admission import Admission
+from torch import Tensor
+
+from trainer_rank.admission import Admission, Budget
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
 from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
 from trainer_rank.executor.oom import map_out_of_memory
@@ -29,6 +31,7 @@ from trainer_rank.session.hardest import hardest_units
 from trainer_rank.session.micro_batch import MicroBatch
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.planned import PlannedPass
+from trainer_rank.session.split import SplitRange, check_split
 from trainer_rank.session.units import Unit, check_requests, plan_order
 
 HEAD_CHUNK_ROWS: Final = 512
@@ -121,7 +124,9 @@ class TrainerRank:
         """The memory budget in force."""
         return self.meter.read().budget_bytes
 
-    def forward_micro_batches(self, requests: Any, *, normalisation: str = "token-mean") -> Iterator[MicroBatch]:
+    def forward_micro_batches(
+        self, requests: Any, *, normalisation: str = "token-mean", split: Sequence[SplitRange] = ()
+    ) -> Iterator[MicroBatch]:
         """Yield the requests in as few micro-batches as fit, each with outputs and graph; call backward in between.
 
         The whole plan is made and admitted before anything runs; the budget is read again before each pass.
@@ -129,16 +134,18 @@ class TrainerRank:
         Args:
             requests: A nest of requests: one, or lists, tuples, dicts and atomic groups of them, in any order.
             normalisation: ``token-mean``, ``sequence-mean`` or ``sum``: the rule behind ``MicroBatch.coefficients``.
+            split: ``MicroBatch.split`` of an earlier call over the same requests, or its beginning: these micro-batches
+                are made again as they were, whatever memory there is now, and what they leave is planned.
 
         Yields:
             Micro-batches in tree order. Over the iteration every leaf comes exactly once; ``restore`` puts results
             back into the caller's order and nesting.
 
         Raises:
-            RequestError: A request is malformed for this model. Nothing ran.
+            RequestError: A request is malformed for this model, or ``split`` is of other requests. Nothing ran.
             TrainerRankMemoryError: A request cannot fit alone (refused, nothing ran), memory shrank so far between
-                passes that the rest cannot fit, or an admitted pass ran out of memory. Earlier passes keep their
-                gradients.
+                passes that the rest cannot fit, a micro-batch of ``split`` does not fit any more, or an admitted pass
+                ran out of memory. Earlier passes keep their gradients.
         """
         flat = flatten(requests)
         check_requests(flat.leaves, self.runtime.facts)
@@ -146,7 +153,7 @@ class TrainerRank:
         if flat.leaves and not rule.num_trained and any(request.active for request in flat.leaves):
             warnings.warn("no_trained_tokens: every label of the batch is ignored; loss and gradient are 0",
                           RuntimeWarning, stacklevel=2)  # fmt: skip
-        return self._iterate(flat, rule)
+        return self._iterate(flat, rule, tuple(split))
 
     def trace_loss(self, loss: CallerLoss, requests: Sequence[Request]) -> int:
         """Find what a loss of your own needs, use it in every later price, and return it in bytes per logical token.
@@ -176,8 +183,8 @@ class TrainerRank:
         """
         flat = flatten(requests)
         check_requests(flat.leaves, self.runtime.facts)
-        groups, plans, split = self._plan(flat)
-        budget, pending = self._gate.read_budget(), self._gate.pending(split=split)
+        groups, plans, split, budget = self._plan(flat)
+        pending = self._gate.pending(split=split)
         return tuple(
             PlannedPass.of(*group.admission(start, stop, budget, pending))
             for group, ranges in zip(groups, plans, strict=True)
@@ -272,32 +279,87 @@ class TrainerRank:
         """Write what is trained (the adapter, or the whole model) into the folder ``path``."""
         self.runtime.save(path)
 
-    def _plan(self, flat: Flat) -> tuple[list[Candidates], list[list[tuple[int, int]]], bool]:
-        """Return the groups of units, the ranges planned for each, and whether there is more than one range."""
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return AdamW's state as ``<slot>.<name of the parameter>``, the tensors themselves; empty before a step."""
+        names = self.runtime.trained()
+        return {
+            f"{slot}.{name}": tensor
+            for name, slots in zip(names, self._optimizer.state(), strict=True)
+            for slot, tensor in slots.items()
+        }
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what ``optimizer_state`` returned, for a model with the same trained parameters.
+
+        Raises:
+            ValueError: A tensor is of no trained parameter, or not of its shape.
+        """
+        slots: dict[str, dict[str, Tensor]] = {name: {} for name in self.runtime.trained()}
+        for key, tensor in tensors.items():
+            slot, _, name = key.partition(".")
+            if name not in slots:
+                raise ValueError(f"{key}: must be of a trained parameter, and the model trains none of that name")
+            slots[name][slot] = tensor
+        self._optimizer.load(list(slots.values()))
+
+    def _plan(
+        self, flat: Flat, recorded: Sequence[SplitRange] = ()
+    ) -> tuple[list[Candidates], list[list[tuple[int, int]]], bool, Budget]:
+        """Return the groups of units, the ranges planned for each, whether they are several, and the budget read.
+
+        The ranges begin with the recorded ones.
+        """
         groups = [self._candidates(flat, units) for units in plan_order(flat, self.runtime.facts)]
+        check_split(groups, recorded)
+        self._gate.forget()
         split = len(groups) > 1
         budget = self._gate.read_budget()
-        plans = [self._gate.plan(flat, group, 0, budget, split=split) for group in groups]
-        return groups, plans, split or sum(len(plan) for plan in plans) > 1
+        plans = []
+        for number, group in enumerate(groups):
+            begun = [(one.start, one.stop) for one in recorded if one.group == number]
+            start = begun[-1][1] if begun else 0
+            plans.append(begun + self._gate.plan(flat, group, start, budget, split=split))
+        return groups, plans, split or sum(len(plan) for plan in plans) > 1, budget
 
     def _candidates(self, flat: Flat, units: Sequence[Unit]) -> Candidates:
         return Candidates(
             flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens, self.runtime.facts
         )
 
-    def _iterate(self, flat: Flat, rule: Normaliser) -> Iterator[MicroBatch]:
-        groups, plans, split = self._plan(flat)
-        for group, plan in zip(groups, plans, strict=True):
-            remaining = list(plan)
-            while remaining:
-                start, stop = remaining.pop(0)
-                candidate, verdict = self._gate.readmit(group, start, stop, split=split)
-                if not verdict.admitted:
-                    # The caller kept memory, or another process took some: what is left is planned anew.
-                    split = True
-                    remaining = self._gate.plan(flat, group, start, verdict.budget, split=True, begun=True)
-                    continue
-                yield from self._execution.run(flat, rule, candidate, verdict)
+    def _iterate(self, flat: Flat, rule: Normaliser, recorded: Sequence[SplitRange]) -> Iterator[MicroBatch]:
+        groups, plans, split, budget = self._plan(flat, recorded)
+        forced = {(one.group, one.start, one.stop): one.layout for one in recorded}
+        done: list[SplitRange] = []
+        later = list(recorded)
+        for number, (group, plan) in enumerate(zip(groups, plans, strict=True)):
+            fresh = [(start, stop) for start, stop in plan if (number, start, stop) not in forced]
+            later += self._ranges(group, number, fresh, budget, split=split)
+        while later:
+            one = later.pop(0)
+            group, layout = groups[one.group], forced.get((one.group, one.start, one.stop))
+            candidate, verdict = self._gate.readmit(group, one.start, one.stop, split=split, layout=layout)
+            if not verdict.admitted:
+                if layout is not None:
+                    raise self._gate.refusal_to_repeat(candidate, verdict)
+                # The caller kept memory, or another process took some: what is left is planned anew.
+                split = True
+                anew = self._gate.plan(flat, group, one.start, verdict.budget, split=True, begun=True)
+                rest = [other for other in later if other.group != one.group]
+                later = [*self._ranges(group, one.group, anew, verdict.budget, split=True), *rest]
+                continue
+            ran = SplitRange.of(one.group, one.start, one.stop, candidate)
+            yield from self._execution.run(flat, rule, candidate, verdict, split=(*done, ran, *later))
+            done.append(ran)
+
+    def _ranges(
+        self, group: Candidates, number: int, ranges: Sequence[tuple[int, int]], budget: Budget, *, split: bool
+    ) -> list[SplitRange]:
+        """Return ranges of group ``number`` as they would run under ``budget``."""
+        pending = self._gate.pending(split=split)
+        return [
+            SplitRange.of(number, start, stop, group.admission(start, stop, budget, pending)[0])
+            for start, stop in ranges
+        ]
 
 
 def _check_positive(name: str, value: int) -> None:

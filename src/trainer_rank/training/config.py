@@ -113,19 +113,27 @@ class LossSection(_Section):
 
 
 class OptimizerSection(_Section):
-    """AdamW. The learning rate rises linearly over ``warmup_steps`` and then stays."""
+    """AdamW. The learning rate rises linearly over ``warmup_steps`` and then follows ``schedule``.
+
+    ``constant`` stays; ``linear`` and ``cosine`` fall towards ``min_lr_ratio * lr`` over the rest of the run
+    (``training/learning_rate.py``).
+    """
 
     lr: Positive = 1e-4
     betas: Annotated[tuple[Beta, Beta], BeforeValidator(_list_to_tuple)] = (0.9, 0.95)
     weight_decay: NotNegative = 0.0
     max_grad_norm: Positive = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr_ratio: Annotated[Number, Field(ge=0, le=1)] = 0.0
 
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of the 0-based optimizer step ``step``."""
-        if step >= self.warmup_steps:
-            return self.lr
-        return self.lr * (step + 1) / (self.warmup_steps + 1)
+    @model_validator(mode="after")
+    def _a_constant_rate_has_no_minimum(self) -> OptimizerSection:
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ValueError(
+                f"min_lr_ratio belongs to the schedules 'linear' and 'cosine', and schedule is {self.schedule!r}"
+            )
+        return self
 
 
 class TrainConfig(_Section):
@@ -135,6 +143,9 @@ class TrainConfig(_Section):
     the turns of one conversation) always share a step, and a request without a group is a group of its own.
     The run's length is ``steps`` optimizer steps, or ``epochs`` passes over the data; exactly one is given.
     ``warm_up: worst`` runs the request that needs most memory before the first step and drops its gradients.
+    A checkpoint is written every ``checkpoint_every`` steps and at the end; the newest ``keep_checkpoints`` are kept.
+    Every ``verify_every`` steps, ``verify_requests`` requests of the step run again alone, and their log-probabilities
+    are compared. ``tensorboard`` writes the figures of steps and evaluations into the run folder.
     ``memory_budget`` is all bytes on the device, weights included; without it, the rank's own default applies.
     """
 
@@ -146,6 +157,11 @@ class TrainConfig(_Section):
     steps: Count | None = None
     epochs: Count | None = None
     eval_every: Count | None = None
+    checkpoint_every: Count | None = None
+    keep_checkpoints: Count = 2
+    verify_every: Count | None = None
+    verify_requests: Count = 1
+    tensorboard: bool = False
     compare_one_by_one: bool = False
     warm_up: Literal["none", "worst"] = "none"
     memory_budget: Annotated[int | str, AfterValidator(_bytes)] | None = None

@@ -24,7 +24,7 @@ PACKAGES: Final = (
 def environment(*, threads: int) -> dict[str, Any]:
     """Return versions, hardware and threads as a JSON-able record; a package that is absent has no entry."""
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "python": platform.python_version(),
         "system": platform.system(),
         "machine": platform.machine(),
@@ -36,14 +36,15 @@ def environment(*, threads: int) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    versions = {}
+def versions() -> dict[str, str]:
+    """Return the version of each package of ``PACKAGES`` that is installed."""
+    found = {}
     for package in PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
 
 
 def _processor() -> str:

@@ -9,39 +9,66 @@ from pathlib import Path
 
 import torch
 
-from trainer_rank.errors import TrainingError
-from trainer_rank.memory import Observation
+from trainer_rank.errors import TrainingError, TrainingInterruptedError
 from trainer_rank.prefix import build_tree
 from trainer_rank.requests import Request
 from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
-from trainer_rank.session import MicroBatchStats, TrainerRank
+from trainer_rank.session import TrainerRank
+from trainer_rank.training.callbacks import Callback, Scalars, evaluation_scalars, step_scalars, tell
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.data_files import read_data
 from trainer_rank.training.formats import Words
+from trainer_rank.training.interrupt import Interrupts, StopRequested
+from trainer_rank.training.keeper import Keeper
+from trainer_rank.training.learning_rate import learning_rate
 from trainer_rank.training.lora_targets import family_of, targets_of
 from trainer_rank.training.losses import Loss, loss_for, sampled
 from trainer_rank.training.model_limits import limits_of
 from trainer_rank.training.one_by_one import compare
+from trainer_rank.training.passes import Passes
+from trainer_rank.training.plan_log import NAME as PLANS
+from trainer_rank.training.plan_log import PlanLog
 from trainer_rank.training.progress import Progress
 from trainer_rank.training.records import ComparisonRecord, EvaluationRecord, RunSummary, StepRecord
 from trainer_rank.training.resident import ResidentPeak
+from trainer_rank.training.resume import Resumption, digest_of, find_resumption
 from trainer_rank.training.rollouts import Rollout
 from trainer_rank.training.run_folder import RunFolder
 from trainer_rank.training.schedule import group_rollouts, plan_steps
+from trainer_rank.training.tensorboard import TensorBoard, check_installed
+from trainer_rank.training.verify import Verification
 
 
-def train(config: TrainConfig, *, progress: Progress) -> Path:
+def train(
+    config: TrainConfig,
+    *,
+    progress: Progress,
+    callbacks: Sequence[Callback] = (),
+    resume: str | None = None,
+    allow_changed: bool = False,
+) -> Path:
     """Train as ``config`` says and return the run folder.
 
     Data are read and checked before the model is loaded, and every step is admitted before it runs.
 
+    Args:
+        config: What to do.
+        progress: Told of everything that happens.
+        callbacks: Called with the figures of every step and evaluation, ``callback(step, scalars)``.
+        resume: A run folder, or ``latest``, to go on from its newest checkpoint, bit for bit; None starts a new run.
+        allow_changed: Go on even when ``config`` or the data make the steps to come those of another run.
+
     Raises:
-        ConfigError: The model's path holds no model, or the run folder cannot be written.
+        ConfigError: The model's path holds no model, the run folder cannot be written, or the run to resume is not
+            there, is of another model or was another run.
         DataError: A data file is malformed.
         UnsupportedModelError: The model cannot be run as prefix trees with unchanged numbers.
         TrainerRankMemoryError: A request cannot fit the budget, or an admitted pass ran out of memory.
-        TrainingError: Loss or gradient is no longer finite.
+        TrainingError: Loss or gradient is no longer finite, a callback raised, or a file cannot be written.
+        TrainingInterruptedError: SIGINT or SIGTERM came; the last complete step is in a checkpoint.
     """
+    if config.tensorboard:
+        check_installed()
     limits = limits_of(config.model.path, loss=config.loss.name)
     words = Words(model=config.model.path, train_on=config.data.train_on)
     groups = group_rollouts(read_data(Path(config.data.path), limits, words))
@@ -49,19 +76,42 @@ def train(config: TrainConfig, *, progress: Progress) -> Path:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
-    folder = RunFolder.create(config, threads=torch.get_num_threads())
+    steps, data_digest = plan_steps(groups, config), digest_of(Path(config.data.path))
+    resumption = None
+    if resume is not None:
+        resumption = find_resumption(
+            config, resume, data_digest=data_digest, allow_changed=allow_changed, progress=progress
+        )
+        if resumption.is_finished(len(steps)):
+            progress.note(f"nothing to do: all {len(steps)} steps of {resumption.path} are done; raise steps to go on")
+            return resumption.path
+        resumption.check_length(len(steps))
+        folder = RunFolder(resumption.path)
+    else:
+        folder = RunFolder.create(config, threads=torch.get_num_threads())
     progress.loading(requests=sum(len(group) for group in groups), model=config.model.path)
     resident = ResidentPeak()
     rank = _load(config, folder, resident)
-    run = _Run(config, rank, folder, progress, resident)
-    return run.whole(plan_steps(groups, config), evaluation)
+    if resumption is not None:
+        resumption.load(rank, config)
+        folder.reopen()
+    run = _Run(config, rank, folder, progress, resident, callbacks, resumption, data_digest)
+    return run.whole(steps, evaluation)
 
 
 class _Run:
     """One run on a loaded rank."""
 
     def __init__(
-        self, config: TrainConfig, rank: TrainerRank, folder: RunFolder, progress: Progress, resident: ResidentPeak
+        self,
+        config: TrainConfig,
+        rank: TrainerRank,
+        folder: RunFolder,
+        progress: Progress,
+        resident: ResidentPeak,
+        callbacks: Sequence[Callback],
+        resumption: Resumption | None,
+        data_digest: str,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -69,32 +119,60 @@ class _Run:
         self._progress = progress
         self._loss: Loss = loss_for(config.loss)
         self._resident = resident
+        self._callbacks = callbacks
+        self._interrupts = Interrupts()
+        self._keeper = Keeper(config, rank, folder, resumption, data_digest)
+        self._plans = PlanLog(folder.path / PLANS)
+        if resumption is not None and not resumption.repeats:
+            self._plans.forget()
 
     def whole(self, steps: Sequence[Sequence[Rollout]], evaluation: Sequence[Rollout] | None) -> Path:
-        """Run all steps and evaluations, save, and return the folder."""
-        config, begin = self._config, time.perf_counter()
+        """Run what is left of the steps and evaluations, save, and return the folder."""
+        board = TensorBoard(self._folder.path / "tensorboard") if self._config.tensorboard else None
+        if board is not None:
+            self._callbacks = (*self._callbacks, board)
+        try:
+            with self._interrupts:
+                return self._whole(steps, evaluation)
+        except StopRequested:
+            # Half a gradient is worth nothing: the step it belongs to is repeated as a whole.
+            self._rank.zero_grad()
+            path = self._keeper.save()
+            raise TrainingInterruptedError(
+                f"stopped after step {self._keeper.done} of {len(steps)}; checkpoint: {path}. Continue with: "
+                f"trainer-rank train CONFIG --resume {self._folder.path}"
+            ) from None
+        finally:
+            if board is not None:
+                board.close()
+
+    def _whole(self, steps: Sequence[Sequence[Rollout]], evaluation: Sequence[Rollout] | None) -> Path:
+        config, keeper = self._config, self._keeper
         batches = [[_request(rollout) for rollout in rollouts] for rollouts in steps]
         self._progress.started(
             steps=len(batches),
-            packed_rows=sum(_packed_rows(batch) for batch in batches),
+            packed_rows=sum(_packed_rows(batch) for batch in batches[keeper.done :]),
             budget_bytes=self._rank.budget_bytes,
             run_folder=self._folder.path,
         )
         self._check_worst([request for batch in batches for request in batch])
-        evaluations: list[EvaluationRecord] = []
-        records: list[StepRecord] = []
-        for number, batch in enumerate(batches, start=1):
+        for number, batch in enumerate(batches[keeper.done :], start=keeper.done + 1):
             due = number == 1 or (config.eval_every is not None and (number - 1) % config.eval_every == 0)
             if evaluation is not None and due:
-                evaluations.append(self._evaluate(evaluation, step=number - 1))
-            records.append(self._step(batch, number=number))
+                self._evaluate(evaluation, step=number - 1)
+            record = self._step(batch, number=number, num_steps=len(batches))
+            keeper.stepped(number)
+            self._tell(number, step_scalars(record))
+        keeper.save()
         if evaluation is not None:
-            evaluations.append(self._evaluate(evaluation, step=len(batches)))
+            self._evaluate(evaluation, step=len(batches))
         comparison = self._compare(steps) if config.compare_one_by_one else None
         self._rank.save_adapter(self._folder.path / "adapter")
+        # From the files, since steps and evaluations may be those of several processes.
+        records, evaluations = self._folder.steps(), self._folder.evaluations()
         summary = RunSummary(
             steps=len(records),
-            seconds=time.perf_counter() - begin,
+            seconds=keeper.seconds,
             packed_rows=sum(record.packed_rows for record in records),
             trained_tokens=sum(record.trained_tokens for record in records),
             first_evaluation_loss=evaluations[0].loss if evaluations else None,
@@ -118,22 +196,29 @@ class _Run:
         self._resident.note(self._rank.last_observation)
         self._rank.zero_grad()
 
-    def _step(self, batch: list[Request], *, number: int) -> StepRecord:
+    def _step(self, batch: list[Request], *, number: int, num_steps: int) -> StepRecord:
         config, begin = self._config, time.perf_counter()
-        loss_value, passes = 0.0, _Passes()
-        for micro_batch in self._rank.forward_micro_batches(batch, normalisation=config.loss.normalisation):
+        loss_value, passes = 0.0, Passes()
+        verification = Verification(config, batch, step=number)
+        for micro_batch in self._rank.forward_micro_batches(
+            batch, normalisation=config.loss.normalisation, split=self._plans.recorded(number)
+        ):
+            self._plans.note(number, micro_batch.split)
             self._observe(passes)
             loss = self._loss(micro_batch)
             loss.backward()
             loss_value += float(loss.detach())
             passes.add(micro_batch.stats)
+            verification.keep(micro_batch)
             self._progress.advanced(step=number, packed_rows=micro_batch.stats.packed_rows)
             # What is still referred to here would be charged to the next pass.
             del loss, micro_batch
+            self._interrupts.check()
         self._observe(passes)
         if not math.isfinite(loss_value):
             raise TrainingError(self._stopped(number, f"the loss is {loss_value}"))
-        lr = config.optimizer.lr_at(number - 1)
+        difference = verification.difference(self._rank)
+        lr = learning_rate(config.optimizer, number - 1, num_steps=num_steps)
         outcome = self._rank.optim_step(
             lr=lr,
             betas=config.optimizer.betas,
@@ -160,6 +245,7 @@ class _Run:
             grad_norm=outcome.grad_norm,
             lr=lr,
             seconds=seconds,
+            verify_difference=difference,
         )
         self._folder.step(record)
         self._progress.stepped(record)
@@ -171,6 +257,7 @@ class _Run:
         total, trained = 0.0, sum(request.num_trained for request in requests)
         for micro_batch in self._rank.forward_micro_batches(requests):
             self._resident.note(self._rank.last_observation)
+            self._interrupts.check()
             total -= sum(float(result.logprobs.sum()) for result in micro_batch.results if result.logprobs is not None)
         self._resident.sample()
         record = EvaluationRecord(
@@ -182,6 +269,7 @@ class _Run:
         )
         self._folder.evaluation(record)
         self._progress.evaluated(record)
+        self._tell(step, evaluation_scalars(record))
         return record
 
     def _compare(self, steps: Sequence[Sequence[Rollout]]) -> ComparisonRecord:
@@ -193,7 +281,17 @@ class _Run:
         self._progress.compared(record)
         return record
 
-    def _observe(self, passes: _Passes) -> None:
+    def _tell(self, step: int, scalars: Scalars) -> None:
+        try:
+            tell(self._callbacks, step, scalars)
+        except TrainingError as error:
+            path = self._keeper.save()
+            raise TrainingError(
+                f"{error}. The run is whole up to step {self._keeper.done}, in {path}; mend the callback and continue "
+                f"with --resume {self._folder.path}"
+            ) from error
+
+    def _observe(self, passes: Passes) -> None:
         passes.observe(self._rank.last_observation)
         self._resident.note(self._rank.last_observation)
 
@@ -202,32 +300,6 @@ class _Run:
             f"step {number}: {reason}, so the run stops before the weights change; the steps before it are in "
             f"{self._folder.path}. Lower optimizer.lr or look at the step's data"
         )
-
-
-class _Passes:
-    """Sums and maxima over the passes of one step; each ``add`` is followed by an ``observe`` once it has run."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.packed_rows = 0
-        self.logical_tokens = 0
-        self.trained_tokens = 0
-        self.predicted_peak_bytes = 0
-        self.observed_peak_bytes: int | None = None
-        self._resident_bytes: int | None = None
-
-    def add(self, stats: MicroBatchStats) -> None:
-        self.count += stats.passes
-        self.packed_rows += stats.packed_rows
-        self.logical_tokens += stats.logical_tokens
-        self.trained_tokens += stats.trained_tokens
-        self.predicted_peak_bytes = max(self.predicted_peak_bytes, stats.predicted_peak_bytes)
-        self._resident_bytes = stats.resident_bytes
-
-    def observe(self, observation: Observation | None) -> None:
-        if observation is not None and self._resident_bytes is not None:
-            peak_bytes = self._resident_bytes + observation.peak_bytes
-            self.observed_peak_bytes = max(self.observed_peak_bytes or 0, peak_bytes)
 
 
 def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> TrainerRank:

@@ -19,6 +19,8 @@ class StepRecord:
         budget_bytes: All bytes the device may hold.
         loss: The normalised loss of the whole step.
         seconds: Wall time from planning to the end of the optimizer step.
+        verify_difference: Largest absolute difference between a log-probability packed and alone; None in a step that
+            is not verified.
     """
 
     step: int
@@ -36,6 +38,7 @@ class StepRecord:
     grad_norm: float
     lr: float
     seconds: float
+    verify_difference: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,12 @@
         decisions.jsonl     one line per admission decision
         steps.jsonl         one line per optimizer step
         evaluations.jsonl   one line per evaluation, when there is evaluation data
+        plans.jsonl         how each step was split
+        checkpoints/        what a run goes on from (``training/checkpoint.py``)
         summary.json        the run in one record, written last
         adapter/            the trained adapter
+        tensorboard/        figures for TensorBoard, when it is asked for
+        interrupted/        what was cut off the files above when the run went on from a checkpoint, by resumption
 
 Lines are flushed as they are written, so a run that dies leaves everything up to its death.
 """
@@ -15,6 +19,7 @@ Lines are flushed as they are written, so a run that dies leaves everything up t
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +28,7 @@ from typing import Any, Final
 from trainer_rank.errors import ConfigError
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.environment import environment
+from trainer_rank.training.line_file import append_line, whole_lines
 from trainer_rank.training.load_config import dump_config
 from trainer_rank.training.records import EvaluationRecord, RunSummary, StepRecord
 
@@ -32,9 +38,19 @@ CONTENTS: Final = {
     "decisions.jsonl": "one line per admission decision",
     "steps.jsonl": "one line per optimizer step",
     "evaluations.jsonl": "one line per evaluation",
+    "plans.jsonl": "how each step was split",
+    "checkpoints": "what a run goes on from",
     "summary.json": "the run in one record",
     "adapter": "the trained adapter",
 }
+
+ON_OCCASION: Final = {
+    "tensorboard": "figures for TensorBoard",
+    "interrupted": "what was cut off when the run went on from a checkpoint",
+}
+
+LINE_FILES: Final = ("decisions.jsonl", "steps.jsonl", "evaluations.jsonl")
+"""What a resumed run goes on writing from where it was at the checkpoint."""
 
 
 class RunFolder:
@@ -42,6 +58,9 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # Decisions of earlier processes: a rank numbers its own from 1.
+        self._decisions = 0
+        self.reopen()
 
     @classmethod
     def create(cls, config: TrainConfig, *, threads: int) -> RunFolder:
@@ -53,7 +72,7 @@ class RunFolder:
         parent = Path(config.run_dir)
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            path = _next_number(parent)
+            path = next_number(parent)
             (path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         except OSError as error:
             raise ConfigError(
@@ -63,9 +82,13 @@ class RunFolder:
         folder._write("environment.json", environment(threads=threads))
         return folder
 
+    def reopen(self) -> None:
+        """Number decisions on from those in the folder; to be called when they were cut back."""
+        self._decisions = max((json.loads(line)["decision"] for line in self._lines("decisions.jsonl")), default=0)
+
     def decision(self, record: Mapping[str, Any]) -> None:
         """Append one admission decision."""
-        self._append("decisions.jsonl", record)
+        self._append("decisions.jsonl", {**record, "decision": record["decision"] + self._decisions})
 
     def step(self, record: StepRecord) -> None:
         """Append one optimizer step."""
@@ -81,18 +104,38 @@ class RunFolder:
 
     def contents(self) -> dict[str, str]:
         """Return what is in the folder and what it means, by name, in reading order."""
-        return {name: meaning for name, meaning in CONTENTS.items() if (self.path / name).exists()}
+        known = {**CONTENTS, **ON_OCCASION}
+        return {name: meaning for name, meaning in known.items() if (self.path / name).exists()}
+
+    def steps(self) -> list[StepRecord]:
+        """Return the steps written so far."""
+        return [StepRecord(**json.loads(line)) for line in self._lines("steps.jsonl")]
+
+    def evaluations(self) -> list[EvaluationRecord]:
+        """Return the evaluations written so far."""
+        return [EvaluationRecord(**json.loads(line)) for line in self._lines("evaluations.jsonl")]
+
+    def lengths(self) -> dict[str, int]:
+        """Return the bytes of each file of lines, forced onto the disk: to where a later resumption cuts it back."""
+        found = {}
+        for name in LINE_FILES:
+            if (self.path / name).is_file():
+                with (self.path / name).open("rb") as file:
+                    os.fsync(file.fileno())
+                    found[name] = os.fstat(file.fileno()).st_size
+        return found
+
+    def _lines(self, name: str) -> list[bytes]:
+        return whole_lines(self.path / name)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, separators=(",", ":"), allow_nan=False)
-        with (self.path / name).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append_line(self.path / name, record)
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
         (self.path / name).write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def _next_number(parent: Path) -> Path:
+def next_number(parent: Path) -> Path:
     """Create and return the folder after the highest number in use; safe against a run that starts at the same time."""
     number = max((int(entry.name) for entry in parent.iterdir() if entry.name.isdecimal()), default=0)
     while True:

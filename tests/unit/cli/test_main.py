@@ -37,7 +37,7 @@ def test_commands_and_options_are_pinned() -> None:
     assert options == {
         "data check": ["--debug", "--json", "--limit-errors", "--loss", "--model", "--train-on", "file"],
         "init": ["--debug", "--force", "file"],
-        "train": ["--debug", "--json", "--warm-up", "config"],
+        "train": ["--allow-changed", "--debug", "--json", "--resume", "--warm-up", "config"],
         "plan": sorted(
             [
                 "--all-passes", "--caller-bytes-per-token", "--config", "--data", "--debug", "--device", "--dtype",
