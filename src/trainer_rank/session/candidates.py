@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -119,6 +120,20 @@ class Candidates:
             tried.append((candidate, verdict))
         return min(tried, key=lambda pair: pair[1].charged_bytes)
 
+    def together(self, parts: int, budget: Budget, pending: tuple[Term, ...]) -> tuple[Candidate, Admission]:
+        """Return all units in ``parts`` forwards whose graphs stay alive together, under the layout that needs least.
+
+        More parts keep the same bytes alive and need fewer for the one that runs, but share less.
+        """
+        edges = [self.num_units * part // parts for part in range(parts + 1)]
+        tried = []
+        for number in range(len(self._layouts)):
+            ranges = list(itertools.pairwise(edges))
+            works = tuple(work for start, stop in ranges for work in self._passes(start, stop, number))
+            candidate = self._together(works, self.indices(0, self.num_units), number)
+            tried.append((candidate, admit(candidate.price, budget, pending)))
+        return min(tried, key=lambda pair: pair[1].charged_bytes)
+
     def _is_within_cap(self, start: int, stop: int, number: int) -> bool:
         cap = self._max_packed_rows
         return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(start, stop, number))
@@ -143,15 +158,20 @@ class Candidates:
         key = (start, stop, number)
         if key not in self._known:
             works = self._passes(start, stop, number)
-            if works:
-                # A pass leaves gradients behind for the passes whose backward comes after its own.
-                left = [0 if work.no_grad else self._facts.trainable_bytes for work in works]
-                price = combine([self._pricer(work) for work in works], left)
-            else:
-                nothing = Term(name="nothing", num_bytes=0)
-                price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
-            self._known[key] = Candidate(indices=self.indices(start, stop), works=works, price=price, layout=number)
+            self._known[key] = self._together(works, self.indices(start, stop), number)
         return self._known[key]
+
+    def _together(self, works: tuple[PassWork, ...], indices: tuple[int, ...], number: int) -> Candidate:
+        """Return passes that are alive together as one candidate."""
+        if works:
+            # A pass leaves gradients behind for the passes whose backward comes after its own.
+            several = sum(not work.no_grad for work in works) > 1
+            left = self._facts.trainable_bytes if several else 0
+            price = combine([self._pricer(work) for work in works], left_bytes=left)
+        else:
+            nothing = Term(name="nothing", num_bytes=0)
+            price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
+        return Candidate(indices=indices, works=works, price=price, layout=number)
 
 
 def _fingerprint(works: Sequence[PassWork]) -> str:
