@@ -13,11 +13,11 @@ from transformers import AutoConfig
 from trainer_rank.errors import ConfigError, TrainingError
 from trainer_rank.memory import Observation
 from trainer_rank.prefix import build_tree
-from trainer_rank.requests import Request
+from trainer_rank.requests import Request, flatten
 from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
 from trainer_rank.session import MicroBatchStats, TrainerRank
 from trainer_rank.training.config import TrainConfig
-from trainer_rank.training.losses import Loss, loss_for, sampled
+from trainer_rank.training.losses import MetricSums, Objective, objective_for
 from trainer_rank.training.one_by_one import compare
 from trainer_rank.training.parquet import read_data
 from trainer_rank.training.progress import Progress
@@ -40,8 +40,9 @@ def train(config: TrainConfig, *, progress: Progress) -> Path:
         TrainerRankMemoryError: A request cannot fit the budget, or an admitted pass ran out of memory.
         TrainingError: Loss or gradient is no longer finite.
     """
-    limits = _limits(config)
-    groups = group_rollouts(read_data(Path(config.data.path), limits))
+    objective = objective_for(config.loss)
+    limits, path = _limits(config, objective), Path(config.data.path)
+    groups = group_rollouts(objective.prepare(read_data(path, limits), path))
     evaluation = None if config.data.eval_path is None else read_data(Path(config.data.eval_path), limits)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -50,7 +51,7 @@ def train(config: TrainConfig, *, progress: Progress) -> Path:
     progress.loading(requests=sum(len(group) for group in groups), model=config.model.path)
     resident = ResidentPeak()
     rank = _load(config, folder, resident)
-    run = _Run(config, rank, folder, progress, resident)
+    run = _Run(config, rank, folder, progress, resident, objective)
     return run.whole(plan_steps(groups, config), evaluation)
 
 
@@ -58,26 +59,32 @@ class _Run:
     """One run on a loaded rank."""
 
     def __init__(
-        self, config: TrainConfig, rank: TrainerRank, folder: RunFolder, progress: Progress, resident: ResidentPeak
+        self,
+        config: TrainConfig,
+        rank: TrainerRank,
+        folder: RunFolder,
+        progress: Progress,
+        resident: ResidentPeak,
+        objective: Objective,
     ) -> None:
         self._config = config
         self._rank = rank
         self._folder = folder
         self._progress = progress
-        self._loss: Loss = loss_for(config.loss)
+        self._objective = objective
         self._resident = resident
 
     def whole(self, steps: Sequence[Sequence[Rollout]], evaluation: Sequence[Rollout] | None) -> Path:
         """Run all steps and evaluations, save, and return the folder."""
         config, begin = self._config, time.perf_counter()
-        batches = [[_request(rollout) for rollout in rollouts] for rollouts in steps]
+        batches = [[self._trained(rollout) for rollout in rollouts] for rollouts in steps]
         self._progress.started(
             steps=len(batches),
             packed_rows=sum(_packed_rows(batch) for batch in batches),
             budget_bytes=self._rank.budget_bytes,
             run_folder=self._folder.path,
         )
-        self._check_worst([request for batch in batches for request in batch])
+        self._check_worst(batches)
         evaluations: list[EvaluationRecord] = []
         records: list[StepRecord] = []
         for number, batch in enumerate(batches, start=1):
@@ -104,25 +111,30 @@ class _Run:
         self._progress.finished(summary, run_folder=self._folder.path)
         return self._folder.path
 
-    def _check_worst(self, requests: list[Request]) -> None:
+    def _check_worst(self, batches: Sequence[Sequence[Request]]) -> None:
         """Refuse the run now if any of its requests can never be admitted; run the hardest first when asked to."""
-        hardest = self._rank.hardest(requests)
+        nest = [self._objective.nest(batch) for batch in batches]
+        hardest = self._rank.hardest(nest)
         if self._config.warm_up == "none" or hardest is None:
             return
-        for micro_batch in self._rank.forward_micro_batches([requests[index] for index in hardest.indices]):
-            self._loss(micro_batch).backward()
+        leaves = flatten(nest).leaves
+        worst = self._objective.referenced(self._rank, [leaves[index] for index in hardest.indices])
+        for micro_batch in self._rank.forward_micro_batches(self._objective.nest(worst)):
+            self._objective.checked(self._objective.loss(micro_batch), micro_batch, step=0).backward()
             del micro_batch
         self._resident.note(self._rank.last_observation)
         self._rank.zero_grad()
 
     def _step(self, batch: list[Request], *, number: int) -> StepRecord:
         config, begin = self._config, time.perf_counter()
-        loss_value, passes = 0.0, _Passes()
-        for micro_batch in self._rank.forward_micro_batches(batch, normalisation=config.loss.normalisation):
+        loss_value, passes, metrics, objective = 0.0, _Passes(), MetricSums(), self._objective
+        nest = objective.nest(objective.referenced(self._rank, batch))
+        for micro_batch in self._rank.forward_micro_batches(nest, normalisation=config.loss.normalisation):
             self._observe(passes)
-            loss = self._loss(micro_batch)
+            loss = objective.checked(objective.loss(micro_batch), micro_batch, step=number)
             loss.backward()
             loss_value += float(loss.detach())
+            metrics += objective.metrics(micro_batch)
             passes.add(micro_batch.stats)
             self._progress.advanced(step=number, packed_rows=micro_batch.stats.packed_rows)
             # What is still referred to here would be charged to the next pass.
@@ -157,6 +169,7 @@ class _Run:
             grad_norm=outcome.grad_norm,
             lr=lr,
             seconds=seconds,
+            metrics=metrics.means(),
         )
         self._folder.step(record)
         self._progress.stepped(record)
@@ -183,12 +196,16 @@ class _Run:
 
     def _compare(self, steps: Sequence[Sequence[Rollout]]) -> ComparisonRecord:
         """Compare on the smallest group that shares anything; the rank is warm, and the gradients are discarded."""
-        groups = [[_request(rollout) for rollout in group] for step in steps for group in group_rollouts(step)]
-        requests = min(groups, key=lambda group: (len(group) == 1, _packed_rows(group)))
+        groups = [[self._trained(rollout) for rollout in group] for step in steps for group in group_rollouts(step)]
+        smallest = min(groups, key=lambda group: (len(group) == 1, _packed_rows(group)))
+        requests = self._objective.referenced(self._rank, smallest)
         self._progress.comparing(requests=len(requests))
-        record = compare(self._rank, requests, self._loss, normalisation=self._config.loss.normalisation)
+        record = compare(self._rank, requests, self._objective.loss, normalisation=self._config.loss.normalisation)
         self._progress.compared(record)
         return record
+
+    def _trained(self, rollout: Rollout) -> Request:
+        return _request(rollout, payload=self._objective.payload(rollout))
 
     def _observe(self, passes: _Passes) -> None:
         passes.observe(self._rank.last_observation)
@@ -227,7 +244,7 @@ class _Passes:
             self.observed_peak_bytes = max(self.observed_peak_bytes or 0, peak_bytes)
 
 
-def _limits(config: TrainConfig) -> Limits:
+def _limits(config: TrainConfig, objective: Objective) -> Limits:
     """Return what the model's own configuration demands of the data, read before any weight is."""
     path = config.model.path
     if not (Path(path) / "config.json").is_file():
@@ -243,6 +260,7 @@ def _limits(config: TrainConfig) -> Limits:
         vocabulary_size=getattr(model, "vocab_size", None),
         context_length=getattr(model, "max_position_embeddings", None),
         loss=config.loss.name,
+        needs=objective.needs,
     )
 
 
@@ -263,9 +281,9 @@ def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> Tra
     )
 
 
-def _request(rollout: Rollout, *, no_grad: bool = False) -> Request:
+def _request(rollout: Rollout, *, no_grad: bool = False, payload: object = None) -> Request:
     return Request.next_token(
-        rollout.tokens, trained=rollout.trained, weight=rollout.weight, no_grad=no_grad, payload=sampled(rollout)
+        rollout.tokens, trained=rollout.trained, weight=rollout.weight, no_grad=no_grad, payload=payload
     )
 
 

@@ -5,7 +5,7 @@ Field names are the keys of the JSON lines in the run folder. Bytes are ints; ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class StepRecord:
         budget_bytes: All bytes the device may hold.
         loss: The normalised loss of the whole step.
         seconds: Wall time from planning to the end of the optimizer step.
+        metrics: Figures beside the loss, by name, such as ``clip_fraction``; none for ``sft``.
     """
 
     step: int
@@ -36,6 +37,7 @@ class StepRecord:
     grad_norm: float
     lr: float
     seconds: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

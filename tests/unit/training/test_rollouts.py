@@ -203,4 +203,7 @@ def test_what_is_written_is_what_is_read(
 
 def test_fields_are_pinned() -> None:
     """The file format is public."""
-    assert FIELDS == ("tokens", "trained", "group", "weight", "advantage", "old_logprobs")
+    assert FIELDS == (
+        "tokens", "trained", "group", "weight", "advantage", "old_logprobs",
+        "reward", "advantages", "ref_logprobs", "chosen", "pair",
+    )  # fmt: skip
