@@ -160,7 +160,7 @@ def _surrogate(payload: Sampled, logprobs: Tensor, scored: Tensor, low: float, h
     old, advantage = like(payload.old_logprobs, logprobs), like(payload.advantage, logprobs)
     ratio = torch.exp(logprobs.detach() - old)
     constant = clipped_tokens(ratio, advantage, low, high) | (advantage == 0) | ~scored
-    bound = torch.where(advantage > 0, 1.0 + high, 1.0 - low) * advantage
+    bound = torch.where(advantage > 0, (1.0 + high) * advantage, (1.0 - low) * advantage)
     bound = torch.where(scored, bound, torch.zeros_like(bound))
     # The exponent is held at 0 where the clipped term counts: its exp could overflow, and infinity times the 0 that
     # comes back to it is not a number.
