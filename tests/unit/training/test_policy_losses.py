@@ -12,8 +12,10 @@ import torch
 
 from tests.unit.training.loss_batches import batch, gradient, leaf, partitions, request
 from trainer_rank.requests import normaliser
+from trainer_rank.session.caller import traced_bytes_per_token
+from trainer_rank.session.rank import CALLER_BYTES_PER_TOKEN
 from trainer_rank.training.config import LossSection
-from trainer_rank.training.losses import Sampled, cispo, grpo, objective_for, ppo_clip, sampled
+from trainer_rank.training.losses import Sampled, cispo, grpo, loss_for, objective_for, ppo_clip, sampled
 from trainer_rank.training.losses.advantages import group_advantages, with_group_advantages
 from trainer_rank.training.rollouts import read_rollouts
 
@@ -172,6 +174,18 @@ def test_figures_stay_finite_where_a_ratio_overflows() -> None:
     means = objective.metrics(batch([request([1], payload(1.0, [-1e4]))], [leaf([-1.0])], [1.0])).means()
     assert means["clip_fraction"] == 1.0
     assert all(math.isfinite(one) for one in means.values())
+
+
+@pytest.mark.parametrize("name", ["sft", "cispo", "grpo", "ppo-clip"])
+def test_the_losses_stay_within_what_is_set_aside_for_them(name: str) -> None:
+    """Forward and backward together, by a run without data: a quarter of the allowance per token."""
+    section = LossSection.model_validate({"name": name, **({"kl_coefficient": 0.1} if name == "grpo" else {})})
+    lists = [[-1.0] * 50] * 3
+    requests = [request([1] * 50, payload(*lists)) for _ in range(4)]
+    found = traced_bytes_per_token(
+        loss_for(section), requests, logprob_dtype=torch.float32, stands_for=torch.device("cpu")
+    )
+    assert 0 < found <= CALLER_BYTES_PER_TOKEN / 4
 
 
 def test_a_wrong_payload_is_refused() -> None:
