@@ -155,7 +155,7 @@ def _options_of(config: TrainConfig, given: Mapping[str, Any], head_chunk_rows: 
         recompute=model.recompute,
         dtype=model.dtype,
         head_chunk_rows=head_chunk_rows,
-        max_packed_tokens=given["max-packed-tokens"],
+        max_packed_tokens=given["max-packed-tokens"] or config.max_packed_tokens,
         caller_bytes_per_token=given["caller-bytes-per-token"],
     )
 

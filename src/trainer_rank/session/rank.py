@@ -253,7 +253,7 @@ class TrainerRank:
             for number in range(group.num_units)
         )
 
-    def hardest(self, requests: Any) -> PlannedPass | None:
+    def hardest(self, requests: Any, *, on_refuse: OnRefuse = "raise") -> PlannedPass | None:
         """Return the request (or atomic group) that needs most when it runs alone; None when none computes anything.
 
         Whatever steps the requests are drawn into, in whatever order, a pass is split until it fits, down to one
@@ -262,6 +262,7 @@ class TrainerRank:
 
         Args:
             requests: As for ``forward_micro_batches``.
+            on_refuse: ``skip`` passes over those that cannot fit.
 
         Raises:
             RequestError: A request is malformed for this model.
@@ -276,6 +277,8 @@ class TrainerRank:
             for number in hardest_units(flat, units, self._pricer.features):
                 candidate, verdict = group.admission(number, number + 1, budget, pending)
                 if not verdict.admitted or not group.within_cap(number, number + 1):
+                    if on_refuse == "skip":
+                        continue
                     raise self._gate.refusal(flat, group, number, budget, begun=False)
                 found.append(PlannedPass.of(candidate, verdict))
         return max(found, key=lambda one: one.admission.charged_bytes, default=None)
