@@ -79,10 +79,10 @@ def train(
         resumption = find_resumption(
             config, resume, data_digest=data_digest, allow_changed=allow_changed, progress=progress
         )
+        resumption.check_length(len(steps))
         if resumption.is_finished(len(steps)):
             progress.note(f"nothing to do: all {len(steps)} steps of {resumption.path} are done; raise steps to go on")
             return resumption.path
-        resumption.check_length(len(steps))
         folder = RunFolder(resumption.path)
     else:
         folder = RunFolder.create(config, threads=torch.get_num_threads())

@@ -23,7 +23,11 @@ from trainer_rank.training.load_config import dump_config
 from trainer_rank.training.loop import train
 from trainer_rank.training.progress import Silent
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # PEFT asks Transformers for a property under its former name; pytest.warns tells of it again, as if from here.
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
 
 
 @pytest.fixture
@@ -116,7 +120,8 @@ def test_begun_steps_are_split_as_they_were(tiny_model: Path, rollouts_file: Pat
         train(settings, progress=Silent(), callbacks=[at(3, press_ctrl_c)])
     folder = rollouts_file.parent / "runs" / "001"
     plans = lines(folder, "plans.jsonl")
-    assert [one["step"] for one in plans] == [1, 2, 3]
+    # The first pass of step 4 ran before the signal was looked at.
+    assert [one["step"] for one in plans] == [1, 2, 3, 4]
     assert all(len(one["split"]) == 1 for one in plans)
     split_in_two(settings, folder, step=4)
     train(settings, progress=Silent(), resume=str(folder))
