@@ -5,9 +5,9 @@ killed with SIGKILL: every second time while a checkpoint is being written, else
 line of its run folder and the end. One in three resumptions is killed again. What remains is resumed to the end and
 compared with a run that was never killed.
 
-Figures: ``runs``, ``kills``; ``kills_in_checkpoint``, those that left a half-written folder; ``valid``, runs whose newest
-checkpoint was whole after every kill, every byte checked; ``equal``, runs with final weights and the loss and gradient
-norm of each step equal in bits; ``seconds_checkpoint``, median seconds one checkpoint takes.
+Figures: ``runs``, ``kills``; ``kills_in_checkpoint``, those that left a half-written folder; ``valid``, runs whose
+newest checkpoint was whole after every kill, every byte checked; ``equal``, runs with final weights and the loss and
+gradient norm of each step equal in bits; ``seconds_checkpoint``, median seconds one checkpoint takes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,8 @@ def train(
     resident = ResidentPeak()
     rank = _load(config, folder, resident)
     if resumption is not None:
-        resumption.load(rank, config)
+        resumption.load(rank)
+        resumption.cut_back(config)
         folder.reopen()
     run = _Run(config, rank, folder, progress, resident, callbacks, resumption, data_digest)
     return run.whole(steps, evaluation)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from trainer_rank.errors import ConfigError
+from trainer_rank.errors import ConfigError, TrainingError
 from trainer_rank.session import TrainerRank
 from trainer_rank.training.checkpoint import Checkpoint, Checkpoints, load_checkpoint
 from trainer_rank.training.config import TrainConfig
@@ -69,20 +69,30 @@ class Resumption:
                 f"checkpoint after step {self.step}; raise steps or epochs"
             )
 
-    def load(self, rank: TrainerRank, config: TrainConfig, *, disk: Disk | None = None) -> None:
-        """Load the checkpoint into ``rank`` and cut the files of the run back to it.
-
-        What is cut off goes into ``interrupted/<number>/``.
+    def load(self, rank: TrainerRank) -> None:
+        """Load the checkpoint into ``rank``.
 
         Raises:
-            ConfigError: The checkpoint is of another model. Nothing was loaded or cut.
+            ConfigError: The checkpoint is of another model. Nothing was loaded.
         """
-        lengths: Mapping[str, int] = {}
         if self.checkpoint is not None:
             load_checkpoint(self.checkpoint, rank)
-            lengths = self.checkpoint.state["lengths"]
-        Checkpoints(self.path, keep=config.keep_checkpoints).set_aside(self.step)
-        self._cut(lengths, dump_config(config).encode(), Disk() if disk is None else disk)
+
+    def cut_back(self, config: TrainConfig, *, disk: Disk | None = None) -> None:
+        """Cut the files of the run back to the checkpoint; what is cut off goes into ``interrupted/<number>/``.
+
+        Raises:
+            TrainingError: The files cannot be written. What they held is there still, in them or in ``interrupted``.
+        """
+        lengths: Mapping[str, int] = {} if self.checkpoint is None else self.checkpoint.state["lengths"]
+        try:
+            Checkpoints(self.path, keep=config.keep_checkpoints).set_aside(self.step)
+            self._cut(lengths, dump_config(config).encode(), Disk() if disk is None else disk)
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path}: its files cannot be cut back to the checkpoint ({error.strerror}); nothing of them is "
+                "lost. Make room there, then resume again"
+            ) from error
 
     def _cut(self, lengths: Mapping[str, int], config: bytes, disk: Disk) -> None:
         kept: dict[str, bytes] = {}
