@@ -213,6 +213,14 @@ def test_a_change_that_moves_the_last_bits_is_warned_of(tiny_model: Path, rollou
         train(config(tiny_model, rollouts_file, steps=2, memory_budget="64GiB"), progress=Silent(), resume="latest")
 
 
+def test_threads_that_torch_takes_by_itself_count_too(tiny_model: Path, rollouts_file: Path) -> None:
+    """Without the key, the number in use is compared; and so are the versions of the libraries."""
+    train(config(tiny_model, rollouts_file, steps=1), progress=Silent())
+    torch.set_num_threads(2)
+    with pytest.warns(RuntimeWarning, match=r"not bit-exact: threads in use '1' -> '2'"):
+        train(config(tiny_model, rollouts_file, steps=2), progress=Silent(), resume="latest")
+
+
 def test_another_adapter_is_refused_with_both_sides(tiny_model: Path, rollouts_file: Path) -> None:
     """Even when changes are allowed, and before anything of the run is touched."""
     folder = train(config(tiny_model, rollouts_file, steps=1), progress=Silent())
