@@ -122,7 +122,12 @@ class Checkpoints:
         return None
 
     def set_aside(self, after: int) -> None:
-        """Rename the checkpoints after step ``after``, which ``newest`` skipped, so that they are never counted."""
+        """Rename the checkpoints after step ``after``, which ``newest`` skipped, so that they are never counted.
+
+        What an earlier process left half written is removed.
+        """
+        for half in self.folder.glob(".step-*"):
+            shutil.rmtree(half, ignore_errors=True)
         for step in self._numbered():
             if step > after:
                 aside = self.path(step).with_suffix(DAMAGED)

@@ -105,10 +105,13 @@ class DurableFolder:
 def replace_file(path: Path, data: bytes, *, disk: Disk) -> None:
     """Give the file ``path`` the content ``data``; it has the old content or the new, never a part of either."""
     partial = path.with_name(f".{path.name}{PARTIAL}")
-    with partial.open("wb", buffering=0) as file:
-        disk.write(file, data)
-        disk.sync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("wb", buffering=0) as file:
+            disk.write(file, data)
+            disk.sync(file.fileno())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
     with _opened(path.parent) as descriptor:
         disk.sync(descriptor)
 

@@ -6,6 +6,8 @@ import time
 import warnings
 from pathlib import Path
 
+import torch
+
 from trainer_rank.errors import TrainingError
 from trainer_rank.session import TrainerRank
 from trainer_rank.training.checkpoint import Checkpoints
@@ -65,6 +67,7 @@ class Keeper:
                 "seconds": self.seconds,
                 "config": self._config.model_dump(mode="json"),
                 "data": self._data_digest,
+                "threads": torch.get_num_threads(),
                 "lengths": self._folder.lengths(),
             }
             self._checkpoints.write(self._rank, step=self.done, entries=entries)

@@ -1,4 +1,4 @@
-"""JSON Lines files of a run: lines added one by one, and cut back to a length recorded earlier. Imports no torch."""
+"""JSON files of a run: lines added one by one, lines that are whole, records. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,20 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     except OSError as error:
-        raise TrainingError(
-            f"{path}: cannot be written ({error.strerror}), so the run stops; make room there, then continue from the "
-            "last checkpoint with --resume"
-        ) from error
+        raise _stopped(path, error) from error
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as the whole file, indented for people.
+
+    Raises:
+        TrainingError: The file cannot be written.
+    """
+    text = json.dumps(record, indent=2, allow_nan=False) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _stopped(path, error) from error
 
 
 def whole_lines(path: Path) -> list[bytes]:
@@ -32,3 +42,10 @@ def whole_lines(path: Path) -> list[bytes]:
     if not path.is_file():
         return []
     return path.read_bytes().split(b"\n")[:-1]
+
+
+def _stopped(path: Path, error: OSError) -> TrainingError:
+    return TrainingError(
+        f"{path}: cannot be written ({error.strerror}), so the run stops; make room there, then continue from the last "
+        "checkpoint with --resume"
+    )

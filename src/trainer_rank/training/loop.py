@@ -84,10 +84,10 @@ def train(
         resumption = find_resumption(
             config, resume, data_digest=data_digest, allow_changed=allow_changed, progress=progress
         )
+        resumption.check_length(len(steps))
         if resumption.is_finished(len(steps)):
             progress.note(f"nothing to do: all {len(steps)} steps of {resumption.path} are done; raise steps to go on")
             return resumption.path
-        resumption.check_length(len(steps))
         folder = RunFolder(resumption.path)
     else:
         folder = RunFolder.create(config, threads=torch.get_num_threads())
@@ -95,7 +95,8 @@ def train(
     resident = ResidentPeak()
     rank = _load(config, folder, resident)
     if resumption is not None:
-        resumption.load(rank, config)
+        resumption.load(rank)
+        resumption.cut_back(config)
         folder.reopen()
     run = _Run(config, rank, folder, progress, resident, callbacks, resumption, data_digest, objective)
     return run.whole(steps, evaluation)

@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import yaml
 
-from trainer_rank.errors import ConfigError
+from trainer_rank.errors import ConfigError, TrainingError
 from trainer_rank.session import TrainerRank
 from trainer_rank.training.checkpoint import Checkpoint, Checkpoints, load_checkpoint
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.config_changes import Change, changes
 from trainer_rank.training.durable import Disk, replace_file
+from trainer_rank.training.environment import versions
 from trainer_rank.training.load_config import dump_config
 from trainer_rank.training.plan_log import NAME as PLANS
 from trainer_rank.training.progress import Progress
@@ -36,11 +38,13 @@ class Resumption:
         path: The run folder.
         checkpoint: Where it goes on; None when it was interrupted before the first one, and begins again.
         changed: Keys whose values are not the recorded ones.
+        repeats: Whether steps that were begun are split as they were.
     """
 
     path: Path
     checkpoint: Checkpoint | None
     changed: tuple[Change, ...]
+    repeats: bool = True
 
     @property
     def step(self) -> int:
@@ -51,11 +55,6 @@ class Resumption:
     def seconds(self) -> float:
         """Seconds the run took up to here."""
         return 0.0 if self.checkpoint is None else float(self.checkpoint.state["seconds"])
-
-    @property
-    def repeats(self) -> bool:
-        """Whether steps that were begun are split as they were; not when they are other steps now."""
-        return not any(change.fault for change in self.changed)
 
     def is_finished(self, num_steps: int) -> bool:
         """Return whether a run of ``num_steps`` steps is complete."""
@@ -69,20 +68,30 @@ class Resumption:
                 f"checkpoint after step {self.step}; raise steps or epochs"
             )
 
-    def load(self, rank: TrainerRank, config: TrainConfig, *, disk: Disk | None = None) -> None:
-        """Load the checkpoint into ``rank`` and cut the files of the run back to it.
-
-        What is cut off goes into ``interrupted/<number>/``.
+    def load(self, rank: TrainerRank) -> None:
+        """Load the checkpoint into ``rank``.
 
         Raises:
-            ConfigError: The checkpoint is of another model. Nothing was loaded or cut.
+            ConfigError: The checkpoint is of another model. Nothing was loaded.
         """
-        lengths: Mapping[str, int] = {}
         if self.checkpoint is not None:
             load_checkpoint(self.checkpoint, rank)
-            lengths = self.checkpoint.state["lengths"]
-        Checkpoints(self.path, keep=config.keep_checkpoints).set_aside(self.step)
-        self._cut(lengths, dump_config(config).encode(), Disk() if disk is None else disk)
+
+    def cut_back(self, config: TrainConfig, *, disk: Disk | None = None) -> None:
+        """Cut the files of the run back to the checkpoint; what is cut off goes into ``interrupted/<number>/``.
+
+        Raises:
+            TrainingError: The files cannot be written. What they held is there still, in them or in ``interrupted``.
+        """
+        lengths: Mapping[str, int] = {} if self.checkpoint is None else self.checkpoint.state["lengths"]
+        try:
+            Checkpoints(self.path, keep=config.keep_checkpoints).set_aside(self.step)
+            self._cut(lengths, dump_config(config).encode(), Disk() if disk is None else disk)
+        except OSError as error:
+            raise TrainingError(
+                f"{self.path}: its files cannot be cut back to the checkpoint ({error.strerror}); nothing of them is "
+                "lost. Make room there, then resume again"
+            ) from error
 
     def _cut(self, lengths: Mapping[str, int], config: bytes, disk: Disk) -> None:
         kept: dict[str, bytes] = {}
@@ -120,7 +129,7 @@ def find_resumption(
         config: What it is to go on with.
         resume: A run folder, or ``latest`` for the one with the highest number in ``run_dir``.
         data_digest: Of the training data as they are now.
-        allow_changed: Go on even if the steps to come are those of another run.
+        allow_changed: Go on even if the steps to come are those of another run, and split all of them anew.
         progress: Told where the run goes on and what changed.
 
     Raises:
@@ -131,17 +140,10 @@ def find_resumption(
         raise ConfigError(f"--resume: must be a run folder with a config.yaml or 'latest', got {str(path)!r}")
     checkpoint = Checkpoints(path, keep=config.keep_checkpoints).newest()
     found = list(changes(_recorded(path, checkpoint), config))
-    if checkpoint is not None and checkpoint.state["data"] != data_digest:
-        found.append(
-            Change(
-                key=f"the content of {config.data.path}",
-                before=checkpoint.state["data"][:16],
-                after=data_digest[:16],
-                fault="the steps to come are those of another run",
-            )
-        )
+    if checkpoint is not None:
+        found += _surroundings(checkpoint, config, data_digest)
     _judge(found, allow_changed=allow_changed)
-    resumption = Resumption(path=path, checkpoint=checkpoint, changed=tuple(found))
+    resumption = Resumption(path=path, checkpoint=checkpoint, changed=tuple(found), repeats=not allow_changed)
     where = "it has no checkpoint, so it begins again" if checkpoint is None else f"from {checkpoint.path}"
     progress.note(f"resuming {path} after step {resumption.step}: {where}")
     if found:
@@ -172,6 +174,26 @@ def _recorded(path: Path, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
     return read
 
 
+def _surroundings(checkpoint: Checkpoint, config: TrainConfig, data_digest: str) -> list[Change]:
+    """Return what changed outside the configuration: data, versions, and the threads that torch takes by itself."""
+    state = checkpoint.state
+    found = []
+    if state["data"] != data_digest:
+        key, fault = f"the content of {config.data.path}", "the steps to come are those of another run"
+        found.append(Change(key=key, before=state["data"][:16], after=data_digest[:16], fault=fault))
+    before, after = dict(state["versions"]), versions()
+    if config.threads is None and state["config"]["threads"] is None:
+        before["threads in use"], after["threads in use"] = str(state["threads"]), str(torch.get_num_threads())
+    found += [
+        Change(
+            key=name, before=before.get(name), after=after.get(name), caution="numbers may differ in their last bits"
+        )
+        for name in {**before, **after}
+        if before.get(name) != after.get(name)
+    ]
+    return found
+
+
 def _judge(found: list[Change], *, allow_changed: bool) -> None:
     refused = [str(change) for change in found if change.fault]
     if refused and not allow_changed:
@@ -185,7 +207,8 @@ def _judge(found: list[Change], *, allow_changed: bool) -> None:
 
 
 def _latest(run_dir: Path) -> Path:
-    numbered = [one for one in run_dir.glob("*") if one.name.isdecimal() and one.is_dir()] if run_dir.is_dir() else []
+    # A folder without a configuration is a run that died as it began.
+    numbered = [one.parent for one in run_dir.glob("*/config.yaml") if one.parent.name.isdecimal()]
     if not numbered:
         raise ConfigError(f"--resume latest: run_dir must hold a run, and {str(run_dir)!r} holds none; leave it out")
     return max(numbered, key=lambda one: int(one.name))

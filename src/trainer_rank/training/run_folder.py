@@ -28,7 +28,7 @@ from typing import Any, Final
 from trainer_rank.errors import ConfigError
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.environment import environment
-from trainer_rank.training.line_file import append_line, whole_lines
+from trainer_rank.training.line_file import append_line, whole_lines, write_record
 from trainer_rank.training.load_config import dump_config
 from trainer_rank.training.records import EvaluationRecord, RunSummary, StepRecord
 
@@ -132,7 +132,7 @@ class RunFolder:
         append_line(self.path / name, record)
 
     def _write(self, name: str, record: Mapping[str, Any]) -> None:
-        (self.path / name).write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_record(self.path / name, record)
 
 
 def next_number(parent: Path) -> Path:

@@ -101,3 +101,37 @@ def test_a_step_without_any_gradient_moves_nothing_and_makes_no_state(new_rank: 
     run(rank, BATCH)
     assert isinstance(records[0], AdmissionRecord)
     assert COMING in records[0].terms
+
+
+def test_its_state_goes_into_another_rank(new_rank: NewRank) -> None:
+    """Names are those of the trained parameters; the next step of both is the same, bit for bit."""
+    rank, other = new_rank(), new_rank()
+    assert rank.optimizer_state() == {}
+    run(rank, BATCH)
+    rank.optim_step(lr=1e-2)
+    state = rank.optimizer_state()
+    names = list(rank.runtime.trained())
+    assert set(state) == {f"{slot}.{name}" for slot in ("step", "exp_avg", "exp_avg_sq") for name in names}
+    other.load_optimizer_state(state)
+    with torch.no_grad():
+        for one, copy in zip(rank.runtime.trainable_parameters(), other.runtime.trainable_parameters(), strict=True):
+            copy.copy_(one)
+    for each in (rank, other):
+        run(each, BATCH)
+        each.optim_step(lr=1e-2)
+    pairs = zip(rank.runtime.trainable_parameters(), other.runtime.trainable_parameters(), strict=True)
+    assert all(torch.equal(one, copy) for one, copy in pairs)
+
+
+def test_a_state_of_another_model_is_refused(new_rank: NewRank) -> None:
+    """A name, a slot or a shape that is not the model's."""
+    rank = new_rank()
+    name = next(iter(rank.runtime.trained()))
+    for key, tensor, reason in [
+        ("exp_avg.nobody", torch.zeros(1), "must be of a trained parameter"),
+        (f"momentum.{name}", torch.zeros(1), "slot must be one of step, exp_avg, exp_avg_sq, got 'momentum'"),
+        (f"exp_avg.{name}", torch.zeros(1), r"exp_avg must have the shape .* got \(1,\)"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            rank.load_optimizer_state({key: tensor})
+    assert rank.optimizer_state() == {}

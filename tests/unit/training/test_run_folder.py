@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer_rank.errors import ConfigError
+from trainer_rank.errors import ConfigError, TrainingError
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.environment import environment
+from trainer_rank.training.line_file import append_line, whole_lines, write_record
 from trainer_rank.training.load_config import load_config
 from trainer_rank.training.records import EvaluationRecord
 from trainer_rank.training.run_folder import RunFolder
@@ -68,3 +69,27 @@ def test_the_environment_identifies_no_machine_or_person() -> None:
         assert platform.node() not in text
     if len(getpass.getuser()) > 4:
         assert getpass.getuser() not in text
+
+
+def test_a_full_disk_ends_the_run_in_words() -> None:
+    """File, reason and next step, for a line and for a whole record."""
+    for write in (append_line, write_record):
+        with pytest.raises(TrainingError, match=r"/dev/full: cannot be written \(No space left.*--resume"):
+            write(Path("/dev/full"), {"step": 1})
+
+
+def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
+    """A process that dies while it writes leaves half a line, and decisions are numbered on from the whole ones."""
+    folder = RunFolder.create(config(tmp_path), threads=1)
+    for _ in range(2):
+        folder.decision({"decision": 1})
+        folder.reopen()
+    with (folder.path / "decisions.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"deci')
+    assert [json.loads(line) for line in whole_lines(folder.path / "decisions.jsonl")] == [
+        {"decision": 1},
+        {"decision": 2},
+    ]
+    assert whole_lines(folder.path / "none.jsonl") == []
+    lengths = folder.lengths()
+    assert lengths == {"decisions.jsonl": (folder.path / "decisions.jsonl").stat().st_size}
