@@ -10,12 +10,14 @@ weights and grouped-query heads, an adapter or all weights trained, recompute on
   that sum is judged.
 * All shapes: random splits with random layouts, ``.grad`` accumulating over the passes of a split; 32 for a shape that
   is not small, dealt out over the twelve ways, and one in each way for a small one.
+* All shapes again as mixed batches (``_mixed``): every kind of output, grad modes, and two adapters and none at once.
 * SmolLM2-135M on chat text, log-probs only.
 
 Figures: ``float64_*`` in float64 with a float64 RMSNorm on both sides (the stock one computes in float32);
 ``float32_*`` as the library ships it. ``*_logp`` is the largest absolute difference of a log-prob; ``*_grad`` the norm
 of the difference over the norm of the reference, for the worst single parameter (over the norm of the whole gradient
-for a parameter whose reference is zero).
+for a parameter whose reference is zero). ``*_outputs`` and ``*_outputs_grad`` are the same of the mixed batches, where
+an output may also be a logit or an element of a hidden state.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from pathlib import Path  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from _chat import chat_trees  # noqa: E402
+from _mixed import Errors, check_mixed, mixed_subject  # noqa: E402
 from _oracle import (  # noqa: E402
     FAMILIES,
     RECOMPUTE,
@@ -198,6 +201,29 @@ def check_tiny(drawn: Sequence[Shape], dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+def check_all_outputs(drawn: Sequence[Shape], dtype: torch.dtype) -> dict[str, float]:
+    """Run all shapes as mixed batches, in one way of each family, and return the worst figures."""
+    name, errors, begin = str(dtype).removeprefix("torch."), Errors(), time.perf_counter()
+    ways = list(itertools.product(TRAINED, RECOMPUTE))
+    for turn, family in enumerate(FAMILIES):
+        for trained in TRAINED:
+            subject = mixed_subject(family, trained, dtype)
+            for number, shape in enumerate(drawn):
+                kind, recompute = ways[(number + turn) % len(ways)]
+                if kind == trained:
+                    check_mixed(subject, trained, recompute, shape, number, errors)
+    print(
+        f"{name} mixed batches: outputs {errors.outputs:.1e}, gradient {errors.gradient:.1e}, {errors.passes} passes "
+        f"in {time.perf_counter() - begin:.0f} s\n",
+        flush=True,
+    )
+    return {
+        f"{name}_outputs": errors.outputs,
+        f"{name}_outputs_grad": errors.gradient,
+        f"{name}_outputs_passes": errors.passes,
+    }
+
+
 def check_real() -> dict[str, float]:
     """Run SmolLM2-135M on chat trees and return the worst difference of a log-prob."""
     if not (REAL_MODEL / "config.json").is_file():
@@ -244,10 +270,20 @@ def main() -> None:
     for dtype, norms in ((torch.float64, norms_in_float64()), (torch.float32, contextlib.nullcontext())):
         with norms:
             figures |= check_tiny(drawn, dtype)
+            figures |= check_all_outputs(drawn, dtype)
     if not quick():
         figures |= check_real()
     print(f"{time.perf_counter() - begin:.0f} s in all")
-    bounds = {"float64_logp": 1e-9, "float64_grad": 1e-9, "float32_logp": 1e-4, "float32_grad": 1e-4, "real_logp": 1e-4}
+    bounds = {
+        "float64_outputs": 1e-9, "float64_outputs_grad": 1e-9, "float32_outputs": 1e-4, "float32_outputs_grad": 1e-4,
+    }  # fmt: skip
+    bounds |= {
+        "float64_logp": 1e-9,
+        "float64_grad": 1e-9,
+        "float32_logp": 1e-4,
+        "float32_grad": 1e-4,
+        "real_logp": 1e-4,
+    }
     finish("exactness", figures, [target("shapes", "ge", 60), *(target(key, "le", at) for key, at in bounds.items())])
 
 
