@@ -26,11 +26,11 @@ from trainer_rank.errors import (
     UnsupportedModelError,
 )
 from trainer_rank.prefix import Layout
-from trainer_rank.requests import AtomicGroup, Request, restore
+from trainer_rank.requests import BASE, AtomicGroup, Request, restore
 
 if TYPE_CHECKING:
     from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
-    from trainer_rank.session import MicroBatch, Result, TrainerRank
+    from trainer_rank.session import MicroBatch, Result, TopK, TrainerRank
 
 __version__ = "0.1.0"
 
@@ -38,11 +38,13 @@ _LAZY = {
     "LoraConfig": "trainer_rank.runtime.transformers",
     "MicroBatch": "trainer_rank.session",
     "Result": "trainer_rank.session",
+    "TopK": "trainer_rank.session",
     "TrainerRank": "trainer_rank.session",
     "TransformersRuntime": "trainer_rank.runtime.transformers",
 }
 
 __all__ = [
+    "BASE",
     "AtomicGroup",
     "BackwardError",
     "ConfigError",
@@ -55,6 +57,7 @@ __all__ = [
     "RequestError",
     "Result",
     "SelfTestError",
+    "TopK",
     "TrainerRank",
     "TrainerRankError",
     "TrainerRankMemoryError",

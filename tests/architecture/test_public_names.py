@@ -10,6 +10,7 @@ import pytest
 import trainer_rank
 
 PUBLIC = [
+    "BASE",
     "AtomicGroup",
     "BackwardError",
     "ConfigError",
@@ -22,6 +23,7 @@ PUBLIC = [
     "RequestError",
     "Result",
     "SelfTestError",
+    "TopK",
     "TrainerRank",
     "TrainerRankError",
     "TrainerRankMemoryError",

@@ -11,7 +11,7 @@ import pytest
 from tests.builders import completion, config_folder
 from trainer_rank.admission import Budget
 from trainer_rank.cli.main import FAILED, SUCCESS, run
-from trainer_rank.memory import Price, Term
+from trainer_rank.memory import ModelFacts, Price, Term
 from trainer_rank.meters.devices import Device, find_device
 from trainer_rank.planner import split_greedily
 from trainer_rank.planning.data_set import DataSet
@@ -24,6 +24,11 @@ from trainer_rank.session.units import plan_order
 from trainer_rank.units import GIB
 
 CAP = 921
+FACTS = ModelFacts(
+    family="llama", num_layers=2, hidden_size=8, num_heads=2, num_key_value_heads=1, head_size=4, vocabulary_size=64,
+    max_positions=4096, dtype="float32", weight_bytes=0, trainable_bytes=0, num_trainable=0, largest_trainable_bytes=0,
+    adapter=None,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +53,8 @@ def test_no_pass_exceeds_the_cap_in_200_draws() -> None:
         lengths = np.minimum(draw.lognormal(np.log(340) - 0.32, 0.8, 20).astype(int) + 1, CAP - 60)
         prompt = draw.integers(1, 64, 60)
         flat = flatten([completion(prompt, draw.integers(1, 64, int(length))) for length in lengths])
-        (units,) = plan_order(flat)
-        group = Candidates(flat.leaves, units, lambda work: nothing, None, CAP)
+        (units,) = plan_order(flat, FACTS)
+        group = Candidates(flat.leaves, units, lambda work: nothing, None, CAP, FACTS)
         ranges = split_greedily(group.num_units, group.within_cap, shared=group.shared_rows)
         assert not isinstance(ranges, int)
         assert sorted(index for one in ranges for index in group.indices(*one)) == list(range(20))

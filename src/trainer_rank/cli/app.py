@@ -7,6 +7,9 @@ from typing import Annotated
 import typer
 
 from trainer_rank import __version__
+from trainer_rank.cli.data import data
+from trainer_rank.cli.examples import epilog
+from trainer_rank.cli.init import init
 from trainer_rank.cli.plan import plan
 from trainer_rank.cli.train import train
 
@@ -18,8 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command("train")(train)
-app.command("plan")(plan)
+app.command("init", short_help="Write a commented configuration.", epilog=epilog("init"))(init)
+app.add_typer(data, name="data")
+app.command("plan", short_help="Will a training step fit a GPU?", epilog=epilog("plan"))(plan)
+app.command("train", short_help="Train as a configuration says.", epilog=epilog("train"))(train)
 
 
 def _print_version(wanted: bool) -> None:
@@ -28,7 +33,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(epilog=epilog(""))
 def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)

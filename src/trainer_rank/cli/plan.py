@@ -20,7 +20,7 @@ def plan(
     shape: Annotated[
         str | None, typer.Option(help='Lengths, e.g. "groups=2 g=8 system=2048 prompt=8192 completion=512".')
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="JSON Lines or Parquet file of rollouts.")] = None,
+    data: Annotated[Path | None, typer.Option(help="JSON Lines or Parquet file of requests (docs/data.md).")] = None,
     groups_per_step: Annotated[int | None, typer.Option(help="Groups of the data in a step [default: all].")] = None,
     config: Annotated[Path | None, typer.Option(help="Take model, data and options from a training run.")] = None,
     device: Annotated[str | None, typer.Option(help="Usual name of a GPU: H200, A100-40GB, L4, ...")] = None,
@@ -28,7 +28,7 @@ def plan(
     recompute: Annotated[str | None, typer.Option(help="full or none [default: full].")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters [default: 16].")] = None,
     targets: Annotated[
-        str | None, typer.Option(help="Layers that get one: q_proj,v_proj [default: every projection].")
+        str | None, typer.Option(help="Layers that get one: q_proj,v_proj; or attention [default: all-linear].")
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Train all weights instead of adapters.")] = False,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32 [default: bfloat16].")] = None,

@@ -11,6 +11,7 @@ from trainer_rank.errors import ConfigError
 from trainer_rank.meters.devices import Device, find_device
 from trainer_rank.planning.options import PROJECTIONS, Options
 from trainer_rank.planning.shape import Shape
+from trainer_rank.training.lora_targets import family_of, targets_of
 from trainer_rank.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -118,10 +119,10 @@ def _chunk_rows(text: str) -> int | None:
     return int(text)
 
 
-def _targets(text: str | None) -> tuple[str, ...]:
+def _targets(text: str | None, model: str) -> tuple[str, ...]:
     """Return the layers named in a text such as ``q_proj,v_proj``; the model knows which there are."""
-    if text is None:
-        return PROJECTIONS
+    if text is None or text == "all-linear" or text == "attention":
+        return targets_of(text, family_of(model))
     names = tuple(name.strip() for name in text.split(","))
     if not all(names) or len(set(names)) != len(names):
         raise ConfigError(
@@ -136,7 +137,7 @@ def _options(given: Mapping[str, Any], head_chunk_rows: int) -> Options:
     return Options(
         model=given["model"],
         lora_rank=None if given["full"] else 16 if rank is None else rank,
-        lora_targets=_targets(given["targets"]),
+        lora_targets=_targets(given["targets"], given["model"]),
         recompute="none" if given["recompute"] == "none" else "full",
         dtype="bfloat16" if given["dtype"] is None else given["dtype"],
         head_chunk_rows=head_chunk_rows,
@@ -150,11 +151,11 @@ def _options_of(config: TrainConfig, given: Mapping[str, Any], head_chunk_rows: 
     return Options(
         model=model.path,
         lora_rank=None if model.lora is None else model.lora.rank,
-        lora_targets=PROJECTIONS if model.lora is None else model.lora.targets,
+        lora_targets=targets_of(None if model.lora is None else model.lora.targets, family_of(model.path)),
         recompute=model.recompute,
         dtype=model.dtype,
         head_chunk_rows=head_chunk_rows,
-        max_packed_tokens=given["max-packed-tokens"],
+        max_packed_tokens=given["max-packed-tokens"] or config.max_packed_tokens,
         caller_bytes_per_token=given["caller-bytes-per-token"],
     )
 
@@ -162,10 +163,15 @@ def _options_of(config: TrainConfig, given: Mapping[str, Any], head_chunk_rows: 
 def _data(given: Mapping[str, Any], config: TrainConfig | None) -> DataSet:
     from trainer_rank.planning.data_set import DataSet
     from trainer_rank.requests import Request
-    from trainer_rank.training.parquet import read_data
+    from trainer_rank.training.data_files import read_data
+    from trainer_rank.training.formats import Words
     from trainer_rank.training.schedule import group_rollouts
 
-    rollouts = read_data(Path(given["data"] if config is None else config.data.path))
+    if config is None:
+        rollouts = read_data(Path(given["data"]), words=Words(model=given["model"]))
+    else:
+        words = Words(model=config.model.path, train_on=config.data.train_on)
+        rollouts = read_data(Path(config.data.path), words=words)
     grouped = group_rollouts(rollouts)
     groups = [
         [Request.next_token(one.tokens, trained=one.trained, weight=one.weight) for one in group] for group in grouped

@@ -11,7 +11,9 @@ gradient once. After that a further backward is an error, unless the caller aske
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,43 +25,99 @@ BackwardGuard = Callable[[BaseException], BaseException]
 """Maps what the inner backward raised to what the caller sees."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Source:
+    """An inner tensor with graph, and how the gradients of the outputs made from it become its own.
+
+    Attributes:
+        tensor: Of the pass's graph.
+        outputs: Which outputs come from it, by position.
+        cotangent: Takes the gradients of those outputs, None for one that is not in the loss, not all of them None.
+    """
+
+    tensor: Tensor
+    outputs: range
+    cotangent: Callable[[Sequence[Tensor | None]], Tensor]
+
+
+def scattered(inner: Tensor, slot: Tensor, sizes: Sequence[int]) -> Callable[[Sequence[Tensor | None]], Tensor]:
+    """Return the cotangent of outputs that hold element m of ``inner`` (M,) at ``slot[m]`` of their concatenation."""
+
+    def cotangent(grads: Sequence[Tensor | None]) -> Tensor:
+        return _concatenated(grads, sizes, inner).to(inner.dtype).index_select(0, slot)
+
+    return cotangent
+
+
+def gathered(inner: Tensor, take: Tensor, sizes: Sequence[int]) -> Callable[[Sequence[Tensor | None]], Tensor]:
+    """Return the cotangent of outputs whose concatenation holds entry ``take[e]`` of the flattened ``inner`` at e."""
+
+    def cotangent(grads: Sequence[Tensor | None]) -> Tensor:
+        flat = _concatenated(grads, sizes, inner).to(inner.dtype)
+        total = torch.zeros(inner.numel(), dtype=inner.dtype, device=inner.device)
+        return total.index_add_(0, take, flat).view(inner.shape)
+
+    return cotangent
+
+
+def itself(inner: Tensor) -> Callable[[Sequence[Tensor | None]], Tensor]:
+    """Return the cotangent of the one output that is ``inner``."""
+
+    def cotangent(grads: Sequence[Tensor | None]) -> Tensor:
+        (grad,) = grads
+        assert grad is not None, "a source without gradients is left out"
+        return grad.to(inner.dtype)
+
+    return cotangent
+
+
+def _concatenated(grads: Sequence[Tensor | None], sizes: Sequence[int], like: Tensor) -> Tensor:
+    return torch.cat(
+        [
+            grad.reshape(-1) if grad is not None else like.new_zeros(size)
+            for grad, size in zip(grads, sizes, strict=True)
+        ]
+    )
+
+
 class PassGraph:
-    """The inner graph of one pass: log-probs (M,) with graph, and the parameters it reaches.
+    """The inner graph of one pass: the tensors its outputs come from, and the parameters they reach.
 
     Args:
-        logprobs: (M,) with graph, or None when nothing was scored.
-        slot: (M,) int64, place of each in the concatenated outputs.
-        sizes: Elements of each output.
+        sources: What the outputs come from; empty when nothing was computed.
+        owners: The request each output belongs to.
+        waiting: Requests whose gradient is to come: the graph is freed when each has had it.
         parameters: Parameters that receive gradients.
         map_error: Applied to an exception of the inner backward.
+        inside: Entered around the inner backward, whose recompute runs the model again.
     """
 
     def __init__(
         self,
-        logprobs: Tensor | None,
-        slot: Tensor,
-        sizes: Sequence[int],
-        scored: Sequence[bool],
+        sources: Sequence[Source],
+        owners: Sequence[int],
+        waiting: Iterable[int],
         parameters: Sequence[Tensor],
         map_error: BackwardGuard,
+        inside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._logprobs = logprobs
-        self._slot = slot
-        self._sizes = tuple(sizes)
+        self._sources = tuple(sources)
+        self._owners = tuple(owners)
         self._parameters = tuple(parameters)
         self._map_error = map_error
-        self._waiting = {position for position, has_labels in enumerate(scored) if has_labels}
+        self._inside = inside
+        self._waiting = set(waiting)
         self._spent: set[int] = set()
         self._closed = False
 
     @property
     def alive(self) -> bool:
         """Whether the inner graph still holds memory."""
-        return self._logprobs is not None and not self._closed
+        return bool(self._sources) and not self._closed
 
     def backward(self, grads: Sequence[Tensor | None], *, retain: bool) -> None:
         """Run the inner backward for the outputs' gradients (None: not in this loss) and commit to ``.grad``."""
-        given = {position for position, grad in enumerate(grads) if grad is not None}
+        given = {owner for owner, grad in zip(self._owners, grads, strict=True) if grad is not None}
         if self._closed or given & self._spent:
             raise BackwardError(
                 "backward was called a second time through the outputs of one micro-batch, whose graph is freed; "
@@ -68,7 +126,8 @@ class PassGraph:
         waiting = self._waiting - given
         keep = retain or bool(waiting)
         try:
-            buffers = self._own(self._inner(grads, keep=keep))
+            with self._inside():
+                buffers = self._own(self._inner(grads, keep=keep))
         except Exception as error:
             self._close()
             mapped = self._map_error(error)
@@ -84,17 +143,15 @@ class PassGraph:
 
     def _inner(self, grads: Sequence[Tensor | None], *, keep: bool) -> Sequence[Tensor | None]:
         """Return the gradient of each parameter, None for one the pass does not reach."""
-        if self._logprobs is None:
+        tensors, cotangents = [], []
+        for source in self._sources:
+            own = grads[source.outputs.start : source.outputs.stop]
+            if any(grad is not None for grad in own):
+                tensors.append(source.tensor)
+                cotangents.append(source.cotangent(own))
+        if not tensors:
             return [None] * len(self._parameters)
-        flat = torch.cat(
-            [
-                grad.reshape(-1) if grad is not None else self._logprobs.new_zeros(size)
-                for grad, size in zip(grads, self._sizes, strict=True)
-            ]
-        )
-        cotangent = flat.to(self._logprobs.dtype).index_select(0, self._slot)
-        del flat
-        return torch.autograd.grad(self._logprobs, self._parameters, cotangent, retain_graph=keep, allow_unused=True)
+        return torch.autograd.grad(tensors, self._parameters, cotangents, retain_graph=keep, allow_unused=True)
 
     def _own(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients as tensors fit to become ``.grad``; the last step that may run out of memory.
@@ -124,7 +181,7 @@ class PassGraph:
                     parameter.grad.add_(grad)
 
     def _close(self) -> None:
-        self._logprobs = None
+        self._sources = ()
         self._closed = True
 
 
@@ -141,18 +198,13 @@ class _Boundary(torch.autograd.Function):
         return None, None, None
 
 
-def attach(graph: PassGraph, flat: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Return the outputs (one flat tensor per request) behind the boundary of ``graph``.
-
-    Args:
-        graph: The pass's inner graph.
-        flat: Concatenated output values, without graph.
-        sizes: Elements of each output.
-    """
-    anchor = torch.empty(0, dtype=flat.dtype, device=flat.device, requires_grad=True)
+def attach(graph: PassGraph, pieces: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the outputs, without graph so far, behind the boundary of ``graph``, in its order of outputs."""
+    first = pieces[0]
+    anchor = torch.empty(0, dtype=first.dtype, device=first.device, requires_grad=True)
     # ``data`` shares the storage without being a view for autograd, so that a caller may change an output in place.
     outputs: tuple[Tensor, ...] = _Boundary.apply(  # type: ignore[no-untyped-call]
-        anchor, graph, [piece.data for piece in flat.split(list(sizes))]
+        anchor, graph, [piece.data for piece in pieces]
     )
     return outputs
 

@@ -6,10 +6,11 @@ enough: the rest of the stack is more of the same (``memory.extrapolate``). Pric
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer_rank.executor.recorder import AllocationRecorder
@@ -138,12 +139,36 @@ class DryRunPricer:
         recorder.mark("loss")
         if result.graph is None:
             return
-        losses = [logprobs.sum() * -1.0 for logprobs in result.logprobs]
+        losses = [outputs.logprobs.sum() * -1.0 for outputs in result.outputs if outputs.logprobs is not None]
+        losses += [
+            _Used.apply(tensor)  # type: ignore[no-untyped-call]
+            for outputs in result.outputs
+            for tensor in (outputs.top_logprobs, outputs.logits, outputs.hidden_states)
+            if tensor is not None
+        ]
         total = torch.stack(losses).sum()
         del losses
         recorder.mark("backward")
         total.backward()
         recorder.mark("end")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Used(torch.autograd.Function):
+    """A loss whose gradient is a whole tensor, as the gradients of logits and hidden states are in any real loss."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.like = output.shape, output.dtype
+        return output.new_zeros((), dtype=_wide(output.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        shape, dtype = ctx.like
+        return torch.empty(shape, dtype=dtype, device=grad.device)
 
 
 class _Relay:

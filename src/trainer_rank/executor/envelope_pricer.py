@@ -129,7 +129,8 @@ class EnvelopePricer:
 
     def _envelope_for(self, work: PassWork) -> Envelope | None:
         # Without anything scored the model does not run, and a dry run is over at once.
-        if not work.head.num_rows:
+        # Outputs beside log-probs are priced by dry runs: few batches ask for them, and always in few shapes.
+        if not work.head.num_rows or not work.scores_only:
             return None
         signature = _Signature(self._runtime.recompute, work.no_grad, work.adapter)
         if signature in self._envelopes:

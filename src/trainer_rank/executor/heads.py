@@ -1,6 +1,6 @@
-"""Log-probs of labels from hidden states: needed rows only, one chunk of rows at a time.
+"""Log-probs of labels and of the likeliest tokens from hidden states: needed rows only, one chunk of rows at a time.
 
-Shape letters: R head rows, H hidden size, V vocabulary, M labels, C rows of one chunk.
+Shape letters: R head rows, H hidden size, V vocabulary, M labels, C rows of one chunk, T ranked rows, k tokens of each.
 
 At most one (C, V) block of logits is alive at any time, in forward and in backward.
 
@@ -9,12 +9,14 @@ With a frozen projection W the gradient needs no second pass over the vocabulary
     d logp / d h_r = W[y] - sum_v softmax(h_r W^T)_v W[v] = W[y] - e_r
 
 and e_r, (R, H), is computed while the chunk's logits exist; it is saved in place of the hidden rows. When W is trained
-itself, the chunk's logits are computed again in backward.
+itself, the chunk's logits are computed again in backward. The k likeliest tokens of a row are k labels that are found
+on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +34,18 @@ class LabelIndex:
         label_row: (M,) int64, head row of each label, ascending.
         label: (M,) int64 token ids.
         chunks: (row start, row stop, label start, label stop) of each chunk.
+        top_row: (T,) int64, head row of each ranked row, ascending; None when none is ranked.
+        top_k: k.
+        top_chunks: (start, stop) of each chunk's ranked rows.
         begin: Told ``chunk`` as each chunk begins, in forward and in backward, and "" after the last.
     """
 
     label_row: Tensor
     label: Tensor
     chunks: tuple[tuple[int, int, int, int], ...]
+    top_row: Tensor | None = None
+    top_k: int = 0
+    top_chunks: tuple[tuple[int, int], ...] = ()
     begin: Callable[[str], None] = lambda kind: None
 
 
@@ -52,8 +60,16 @@ def chunk_bounds(label_row: NDArray[np.int64], num_rows: int, chunk_rows: int) -
     return tuple(zip(edges[:-1], edges[1:], labels[:-1], labels[1:], strict=True))
 
 
-def label_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, index: LabelIndex) -> Tensor:
-    """Return the log-prob of each label.
+def top_bounds(top_row: NDArray[np.int64], chunks: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the range of ranked rows that lie in each chunk."""
+    edges = np.searchsorted(top_row, [start for start, *_ in chunks] + [chunks[-1][1]] if chunks else [0]).tolist()
+    return tuple(itertools.pairwise(edges))
+
+
+def label_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, index: LabelIndex
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the log-prob of each label, and the likeliest tokens where they are asked for.
 
     Args:
         hidden: (R, H) final hidden states of the head rows.
@@ -62,9 +78,12 @@ def label_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, index: L
         index: The labels.
 
     Returns:
-        (M,) float32, or float64 for float64 inputs.
+        (M,) log-probs, (T, k) log-probs in descending order, and their (T, k) int64 token ids; the latter two are None
+        when nothing is ranked. Log-probs are float32, or float64 for float64 inputs.
     """
-    result: Tensor = _LabelLogprobs.apply(hidden, weight, bias, index)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor | None, Tensor | None] = _LabelLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, index
+    )
     return result
 
 
@@ -84,62 +103,138 @@ def _shifted_logits(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 class _LabelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, index: LabelIndex) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, index: LabelIndex
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         needs_hidden, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         logprobs = torch.empty(index.label.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         expected = torch.empty_like(hidden) if needs_hidden and not needs_weight else None
-        for start, stop, first, last in index.chunks:
+        ranking = None if index.top_row is None else _Ranking(index, logprobs.dtype)
+        for number, (start, stop, first, last) in enumerate(index.chunks):
             index.begin("chunk")
             logits = _shifted_logits(hidden[start:stop], weight, bias)
             row = index.label_row[first:last] - start
             picked = logits[row, index.label[first:last]]
+            if ranking is not None:
+                ranking.rank(number, logits)
             exp = logits.exp_()
             total = exp.sum(-1, keepdim=True)
             logprobs[first:last] = picked.sub_(total.log()[:, 0].index_select(0, row))
+            if ranking is not None:
+                ranking.normalise(number, total)
             if expected is not None:
                 expected[start:stop] = torch.mm(exp.to(weight.dtype), weight).div_(total)
             # Without this the next chunk's logits would be computed beside these.
             del logits, exp, total, row, picked
         index.begin("")
+        ctx.set_materialize_grads(False)
         ctx.index = index
         ctx.frozen = expected is not None
-        ctx.save_for_backward(expected if ctx.frozen else hidden, weight, bias)
-        return logprobs
+        ids = None if ranking is None else ranking.ids
+        ctx.save_for_backward(expected if ctx.frozen else hidden, weight, bias, ids)
+        if ranking is None or ids is None:
+            return logprobs, None, None
+        ctx.mark_non_differentiable(ids)
+        return logprobs, ranking.values, ids
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        saved, weight, bias = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_top: Tensor | None, _: None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        saved, weight, bias, ids = ctx.saved_tensors
+        grads = _HeadGrads(ctx.index, grad, grad_top, ids)
         if ctx.frozen:
-            return _backward_frozen(grad, saved, weight, ctx.index), None, None, None
-        return (*_backward_trained(grad, saved, weight, bias, ctx.index, ctx.needs_input_grad), None)
+            return _backward_frozen(grads, saved, weight), None, None, None
+        return (*_backward_trained(grads, saved, weight, bias, ctx.needs_input_grad), None)
 
 
-def _per_row(grad: Tensor, index: LabelIndex, num_rows: int) -> Tensor:
-    """(M,) -> (R,): the sum of the labels' gradients on each row."""
-    return torch.zeros(num_rows, dtype=grad.dtype, device=grad.device).index_add_(0, index.label_row, grad)
+class _Ranking:
+    """The likeliest tokens of the ranked rows, filled chunk by chunk."""
+
+    def __init__(self, index: LabelIndex, dtype: torch.dtype) -> None:
+        assert index.top_row is not None, "only for a head that ranks rows"
+        self._rows = index.top_row
+        self._bounds = index.top_chunks
+        self._chunks = index.chunks
+        shape = (self._rows.shape[0], index.top_k)
+        self.values = torch.empty(shape, dtype=dtype, device=self._rows.device)
+        self.ids = torch.empty(shape, dtype=torch.int64, device=self._rows.device)
+
+    def rank(self, number: int, logits: Tensor) -> None:
+        """Take the largest logits of a chunk's ranked rows."""
+        first, last = self._bounds[number]
+        if first < last:
+            block = logits.index_select(0, self._rows[first:last] - self._chunks[number][0])
+            values, ids = block.topk(self.ids.shape[1])
+            self.values[first:last] = values
+            self.ids[first:last] = ids
+
+    def normalise(self, number: int, total: Tensor) -> None:
+        """Turn the logits of a chunk's ranked rows into log-probs; ``total`` is (C, 1), the sums of exponentials."""
+        first, last = self._bounds[number]
+        if first < last:
+            row = self._rows[first:last] - self._chunks[number][0]
+            self.values[first:last] -= total.log().index_select(0, row)
 
 
-def _backward_frozen(grad: Tensor, expected: Tensor, weight: Tensor, index: LabelIndex) -> Tensor:
-    per_row = _per_row(grad, index, expected.shape[0]).to(expected.dtype).neg_().unsqueeze(-1)
+class _HeadGrads:
+    """Gradients of log-probs: of the labels' (M,) and of the ranked tokens' (T, k), either may be None."""
+
+    def __init__(self, index: LabelIndex, labels: Tensor | None, top: Tensor | None, ids: Tensor | None) -> None:
+        self.index = index
+        self.labels = labels
+        self.top = top
+        self._ids = ids
+
+    def per_row(self, num_rows: int) -> Tensor:
+        """Return (R,) the sum of the gradients on each row."""
+        some = self.labels if self.labels is not None else self.top
+        assert some is not None, "autograd calls no backward without a gradient"
+        total = torch.zeros(num_rows, dtype=some.dtype, device=some.device)
+        if self.labels is not None:
+            total.index_add_(0, self.index.label_row, self.labels)
+        if self.top is not None and self.index.top_row is not None:
+            total.index_add_(0, self.index.top_row, self.top.sum(1))
+        return total
+
+    def parts(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (head rows (A,), token ids (A,), gradients (A,)) of a chunk, no more than a chunk's labels at a time.
+
+        A row comes with one of its k tokens at a time, so that memory does not grow with k.
+        """
+        _, _, first, last = self.index.chunks[number]
+        if self.labels is not None:
+            yield self.index.label_row[first:last], self.index.label[first:last], self.labels[first:last]
+        if self.top is None or self.index.top_row is None or self._ids is None:
+            return
+        first, last = self.index.top_chunks[number]
+        if first < last:
+            for place in range(self.index.top_k):
+                ids, grad = self._ids[first:last, place], self.top[first:last, place]
+                yield self.index.top_row[first:last], ids, grad
+
+
+def _backward_frozen(grads: _HeadGrads, expected: Tensor, weight: Tensor) -> Tensor:
+    per_row = grads.per_row(expected.shape[0]).to(expected.dtype).neg_().unsqueeze(-1)
     grad_hidden = expected * per_row
-    for _, _, first, last in index.chunks:
-        index.begin("chunk")
-        rows = weight.index_select(0, index.label[first:last])
-        rows *= grad[first:last].to(rows.dtype).unsqueeze(-1)
-        grad_hidden.index_add_(0, index.label_row[first:last], rows)
-        del rows
-    index.begin("")
+    for number in range(len(grads.index.chunks)):
+        grads.index.begin("chunk")
+        for where, ids, grad in grads.parts(number):
+            rows = weight.index_select(0, ids)
+            rows *= grad.to(rows.dtype).unsqueeze(-1)
+            grad_hidden.index_add_(0, where, rows)
+            del rows
+    grads.index.begin("")
     return grad_hidden
 
 
 def _backward_trained(
-    grad: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, index: LabelIndex, needs: tuple[bool, ...]
+    grads: _HeadGrads, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     grad_hidden = torch.empty_like(hidden) if needs[0] else None
     grad_weight = torch.zeros_like(weight) if needs[1] else None
     grad_bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
-    per_row = _per_row(grad, index, hidden.shape[0])
-    for start, stop, grad_logits in _grad_logits(grad, per_row, hidden, weight, bias, index):
+    for start, stop, grad_logits in _grad_logits(grads, hidden, weight, bias):
         if grad_hidden is not None:
             torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
         if grad_weight is not None:
@@ -151,17 +246,20 @@ def _backward_trained(
 
 
 def _grad_logits(
-    grad: Tensor, per_row: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, index: LabelIndex
+    grads: _HeadGrads, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (row start, row stop, gradient of the chunk's logits (C, V)): the labels' less the softmax's share."""
-    for start, stop, first, last in index.chunks:
-        index.begin("chunk")
+    per_row = grads.per_row(hidden.shape[0])
+    for number, (start, stop, _, _) in enumerate(grads.index.chunks):
+        grads.index.begin("chunk")
         exp = _shifted_logits(hidden[start:stop], weight, bias).exp_()
         exp *= per_row[start:stop].neg().unsqueeze(-1) / exp.sum(-1, keepdim=True)
-        row = index.label_row[first:last] - start
-        exp.index_put_((row, index.label[first:last]), grad[first:last], accumulate=True)
+        for where, ids, grad in grads.parts(number):
+            row = where - start
+            exp.index_put_((row, ids), grad, accumulate=True)
+            del row
         narrow = exp.to(weight.dtype)
-        del exp, row
+        del exp
         yield start, stop, narrow
         del narrow
-    index.begin("")
+    grads.index.begin("")

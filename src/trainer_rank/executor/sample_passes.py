@@ -110,7 +110,7 @@ class SamplePasses:
 
     def _pass(self, *roots: _Node) -> PassWork:
         requests = [self._request(row) for number, root in enumerate(roots) for row in _paths(root, number)]
-        return pass_work(requests, range(len(requests)), Layout.full_sharing())
+        return pass_work(requests, range(len(requests)), Layout.full_sharing(), adapter=self._adapter)
 
     def _request(self, row: list[int]) -> Request:
         """Return a request that scores some of its tokens, some of them twice."""
@@ -119,7 +119,7 @@ class SamplePasses:
         ignored = self._draw.random(labels.shape) < 0.25 + 0.5 * self._draw.random()
         labels[ignored] = IGNORED
         labels.flat[0] = 0
-        return Request(tokens=np.array(row), labels=labels, no_grad=self._no_grad, adapter=self._adapter)
+        return Request(tokens=np.array(row), labels=labels, no_grad=self._no_grad)
 
 
 def _paths(node: _Node, number: int) -> Iterator[list[int]]:

@@ -22,7 +22,8 @@ class ModelFacts:
         trainable_bytes: Bytes of the parameters that receive gradients.
         num_trainable: Number of such parameters (tensors).
         largest_trainable_bytes: Bytes of the largest of them.
-        adapter: Name of the adapter that is trained, or None when the model itself is.
+        adapter: Name of the adapter that a request without one runs with, or None when the model itself is trained.
+        adapters: Names a request may give.
     """
 
     family: str
@@ -39,6 +40,7 @@ class ModelFacts:
     num_trainable: int
     largest_trainable_bytes: int
     adapter: str | None
+    adapters: tuple[str, ...] = ()
 
     @property
     def adam_state_bytes(self) -> int:

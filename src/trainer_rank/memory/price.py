@@ -76,20 +76,25 @@ class Observation:
     peak_resident_bytes: int | None
 
 
-def combine(prices: Sequence[Price]) -> Price:
+def combine(prices: Sequence[Price], *, left_bytes: int = 0) -> Price:
     """Return the price of passes whose forwards run one after another and stay alive together.
 
     Their retained bytes add; on top comes the largest transient of any one of them. Instants are never summed.
+
+    Args:
+        prices: One per pass.
+        left_bytes: What passes leave behind after their backward, whichever comes first: gradients.
     """
     if len(prices) == 1:
         return prices[0]
     retained = sum(price.retained_bytes for price in prices)
     worst = max(prices, key=lambda price: price.required_bytes - price.retained_bytes)
     kept = retained - worst.retained_bytes
+    left = (Term(name="gradients of other passes", num_bytes=left_bytes),) if left_bytes else ()
     return Price(
-        required_bytes=kept + worst.required_bytes,
+        required_bytes=kept + worst.required_bytes + left_bytes,
         retained_bytes=retained,
-        terms=(*worst.terms, Term(name="other passes kept alive", num_bytes=kept)),
+        terms=(*worst.terms, Term(name="other passes kept alive", num_bytes=kept), *left),
         phase=worst.phase,
         layer=worst.layer,
     )

@@ -27,7 +27,8 @@ class Reading:
         peak_resident_since_reset: False where the system keeps that peak but does not let it be reset: it is then the
             peak since the process started.
         budget_bytes: What the caller allows on the device, weights included.
-        reserve_bytes: Part of the budget kept for what no allocator sees (library handles, heap growth).
+        reserve_bytes: Part of the budget kept for what no allocator sees (library handles, heap growth), and for what
+            a caching allocator wastes between its blocks.
         available_bytes: What one admission may hand out now: physically free within the budget, less the reserve,
             never below 0.
     """

@@ -10,6 +10,7 @@ from typing import Final, Protocol, final
 
 from trainer_rank.errors import MeterError
 from trainer_rank.meters.base import Meter, Reading
+from trainer_rank.meters.waste import expandable_by_environment, waste_bytes, waste_share
 from trainer_rank.units import format_bytes, parse_bytes
 
 # Kept for library handles and workspaces that no allocator of torch's sees (cuBLAS, NCCL).
@@ -57,6 +58,7 @@ class CudaMeter(Meter):
         memory_budget: int | str | None = None,
         reserve_fraction: float = RESERVE_FRACTION,
         *,
+        waste_fraction: float | None = None,
         counters: CudaCounters | None = None,
     ) -> None:
         """Open the meter and arm its cap.
@@ -65,6 +67,8 @@ class CudaMeter(Meter):
             device: ``"cuda"`` (the current device) or ``"cuda:<index>"``.
             memory_budget: Bytes that may be in use on the device, other processes included. None: all of it.
             reserve_fraction: Part of the budget kept for what torch's allocator does not see, in [0, 1).
+            waste_fraction: What the allocator may waste, as a share of live bytes. None: by its settings
+                (``meters.waste``).
             counters: Where the numbers come from. None: torch.
 
         Raises:
@@ -86,6 +90,7 @@ class CudaMeter(Meter):
                 f"{format_bytes(total)}; lower it or leave it out"
             )
         self._budget_bytes = budget
+        self._waste_fraction = waste_share(expandable_by_environment()) if waste_fraction is None else waste_fraction
         self._reserve_bytes = int(budget * reserve_fraction)
         self._total_bytes = total
         self._closed = False
@@ -104,6 +109,8 @@ class CudaMeter(Meter):
         self._check_open()
         free = self._counters.free_bytes()
         resident = self._total_bytes - free
+        available = max(0, min(free, self._budget_bytes - resident) - self._reserve_bytes)
+        waste = waste_bytes(available, self._waste_fraction)
         return Reading(
             allocated_bytes=self._counters.allocated_bytes(),
             reserved_bytes=self._counters.reserved_bytes(),
@@ -113,8 +120,8 @@ class CudaMeter(Meter):
             peak_resident_bytes=None,
             peak_resident_since_reset=False,
             budget_bytes=self._budget_bytes,
-            reserve_bytes=self._reserve_bytes,
-            available_bytes=max(0, min(free, self._budget_bytes - resident) - self._reserve_bytes),
+            reserve_bytes=self._reserve_bytes + waste,
+            available_bytes=available - waste,
         )
 
     def prepare(self, needed_bytes: int | None = None) -> Reading:

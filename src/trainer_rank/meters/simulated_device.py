@@ -21,11 +21,12 @@ from trainer_rank.memory import AllocatorOutOfMemoryError, AllocatorSettings, Ca
 from trainer_rank.meters.base import Meter, Reading
 from trainer_rank.meters.devices import Device, find_device
 from trainer_rank.meters.storages import StorageWatch, Vanish, run_without_mode
+from trainer_rank.meters.waste import waste_bytes, waste_share
 from trainer_rank.units import format_bytes, parse_bytes
 
 RESERVE_FRACTION: Final = 0.01
-"""Share of the budget kept for what the model of the allocator does not know: rounding, fragmentation, libraries. The
-workspace of a cuBLAS handle is kept besides."""
+"""Share of the budget kept for what the model of the allocator does not know: other libraries. The workspace of a
+cuBLAS handle and the allocator's waste (``meters.waste``) are kept besides."""
 
 _paused = 0
 
@@ -50,6 +51,8 @@ class Simulated(Meter):
         memory_budget: Bytes that may be in use on the device, weights included; None is all the device has. From the
             first ``prepare`` on, the allocator is held to it.
         settings: Of the caching allocator; None is torch's default.
+        waste_fraction: What the allocator may waste, as a share of live bytes; None is by its settings
+            (``meters.waste``).
 
     Raises:
         ConfigError: The device is unknown.
@@ -62,6 +65,7 @@ class Simulated(Meter):
         memory_budget: int | str | None = None,
         *,
         settings: AllocatorSettings | None = None,
+        waste_fraction: float | None = None,
     ) -> None:
         self.gpu: Final = _device(device)
         total = self.gpu.usable_bytes
@@ -79,6 +83,8 @@ class Simulated(Meter):
         # Where the context alone fills the device, one byte is left, and everything is out of memory.
         capacity = max(1, total - self._outside_bytes - workspace)
         self._mode = _Allocations(CachingAllocator(capacity, settings), self.gpu)
+        expandable = self._allocator.settings.expandable_segments
+        self._waste_fraction = waste_share(expandable) if waste_fraction is None else waste_fraction
         self._fraction = self._allocator.settings.memory_fraction
         self._entered = ExitStack()
         self._entered.enter_context(self._mode)
@@ -131,6 +137,7 @@ class Simulated(Meter):
         if self._fraction is not None:
             allowed = int(self._fraction * allocator.capacity_bytes) - allocator.reserved_bytes
             available = min(available, allowed - self._reserve_bytes)
+        waste = waste_bytes(available, self._waste_fraction)
         return Reading(
             allocated_bytes=allocator.allocated_bytes,
             reserved_bytes=allocator.reserved_bytes,
@@ -140,8 +147,8 @@ class Simulated(Meter):
             peak_resident_bytes=self._outside_bytes + allocator.peak_reserved_bytes,
             peak_resident_since_reset=True,
             budget_bytes=self._budget_bytes,
-            reserve_bytes=self._reserve_bytes,
-            available_bytes=max(0, available),
+            reserve_bytes=self._reserve_bytes + waste,
+            available_bytes=max(0, available - waste),
         )
 
     def prepare(self, needed_bytes: int | None = None) -> Reading:

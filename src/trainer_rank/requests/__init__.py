@@ -2,9 +2,10 @@
 
 from trainer_rank.requests.nesting import AtomicGroup, Flat, cut, flatten, restore
 from trainer_rank.requests.normalise import NORMALISATIONS, Normaliser, normaliser
-from trainer_rank.requests.request import IGNORED, Request
+from trainer_rank.requests.request import BASE, IGNORED, Request
 
 __all__ = [
+    "BASE",
     "IGNORED",
     "NORMALISATIONS",
     "AtomicGroup",

@@ -13,7 +13,7 @@ not. When nothing is scored at all, every coefficient is 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -39,8 +39,8 @@ class Normaliser:
     num_trained: int
 
 
-def normaliser(requests: Sequence[Request], kind: str = "token-mean") -> Normaliser:
-    """Return the coefficients of a batch.
+def normaliser(requests: Sequence[Request], kind: str = "token-mean", *, left_out: Collection[int] = ()) -> Normaliser:
+    """Return the coefficients of a batch; requests left out, by flat index, count as if they were not in it.
 
     Raises:
         RequestError: Unknown ``kind``.
@@ -49,7 +49,7 @@ def normaliser(requests: Sequence[Request], kind: str = "token-mean") -> Normali
         raise RequestError(
             f"normalisation must be one of {', '.join(NORMALISATIONS)}, got {kind!r}", field="normalisation"
         )
-    counts = [request.num_trained for request in requests]
+    counts = [0 if index in left_out else request.num_trained for index, request in enumerate(requests)]
     trained = [(request.weight, count) for request, count in zip(requests, counts, strict=True) if count]
     if kind == "token-mean":
         total = sum(weight * count for weight, count in trained)

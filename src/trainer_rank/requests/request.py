@@ -15,6 +15,9 @@ from trainer_rank.errors import RequestError
 IGNORED: Final = -100
 """Label of a position that is not scored."""
 
+BASE: Final = "<base>"
+"""Adapter name that stands for none: the frozen model under the adapters, for reference log-probs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
@@ -27,11 +30,17 @@ class Request:
         tokens: (N,) int64 token ids, at least one.
         labels: (N,) or (N, K) int64, or None. ``labels[i]`` is scored *from* position i, that is by the distribution
             after ``tokens[: i + 1]``; -100 is ignored and gives 0. ``Request.next_token`` builds them from a sequence.
-            A request without labels wants nothing: it is inactive and runs nothing.
+        top_k: Also return the k likeliest next tokens with their log-probs, at the positions ``at``; None: not.
+        logits: Also return the scores of the whole vocabulary at the positions ``at``: vocabulary times element size
+            bytes each.
+        hidden_states: Also return the final normalised hidden states at the positions ``at``.
+        at: (M,) int64 positions for ``top_k``, ``logits`` and ``hidden_states``, in any order; None is all N.
         weight: Factor on the request's share of a normalised loss; finite and not negative.
         no_grad: Run without building a graph.
-        adapter: Name of the adapter to run with; None is the runtime's own.
+        adapter: Name of the adapter to run with; None is the runtime's own, ``BASE`` is the model without any.
         payload: Anything the loss needs with it (advantages, old log-probs); never looked at.
+
+    A request that wants neither labels nor another output is inactive: it runs nothing.
 
     Raises:
         RequestError: A field breaks its rule; the message names field, rule and value.
@@ -39,6 +48,10 @@ class Request:
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64] | None = None
+    top_k: int | None = None
+    logits: bool = False
+    hidden_states: bool = False
+    at: NDArray[np.int64] | None = None
     weight: float = 1.0
     no_grad: bool = False
     adapter: str | None = None
@@ -60,10 +73,37 @@ class Request:
         object.__setattr__(self, "tokens", _frozen(tokens))
         if self.labels is not None:
             object.__setattr__(self, "labels", _frozen(_labels(self.labels, tokens.size)))
+        self._check_dense(tokens.size)
         weight = float(self.weight)
         if not math.isfinite(weight) or weight < 0:
             raise RequestError(f"weight must be finite and not negative, got {self.weight!r}", field="weight")
         object.__setattr__(self, "weight", weight)
+
+    def _check_dense(self, length: int) -> None:
+        """Check what is asked for beside labels, and put ``at`` into its final form."""
+        if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 1):
+            raise RequestError(f"top_k must be a whole number of at least 1, got {self.top_k!r}", field="top_k")
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", int(self.top_k))
+        for field in ("logits", "hidden_states"):
+            if not isinstance(getattr(self, field), bool):
+                raise RequestError(
+                    f"{field} must be True or False, got {getattr(self, field)!r}; say where with at", field=field
+                )
+        if self.at is None:
+            return
+        if not self.wants_dense:
+            raise RequestError(
+                "at says where top_k, logits or hidden_states are wanted, and none of them is; set one or drop at",
+                field="at",
+            )
+        at = _integers(self.at, field="at")
+        if at.ndim != 1 or not at.size:
+            raise RequestError(f"at must have shape (M,) with at least one position, got {at.shape}", field="at")
+        wrong = at[(at < 0) | (at >= length)]
+        if wrong.size:
+            raise RequestError(f"at must hold positions in [0, {length}), got {int(wrong[0])}", field="at")
+        object.__setattr__(self, "at", _frozen(at))
 
     @classmethod
     def next_token(
@@ -75,6 +115,7 @@ class Request:
         no_grad: bool = False,
         adapter: str | None = None,
         payload: Any = None,
+        **outputs: Any,
     ) -> Request:
         """Return a request that scores each token from the position before it.
 
@@ -83,6 +124,7 @@ class Request:
             trained: (N,) mask over the *tokens*: True where the token itself is scored. None scores all. The first
                 token has nothing before it and is never scored; the last position predicts nothing and is ignored.
             weight, no_grad, adapter, payload: As in ``Request``.
+            **outputs: ``top_k``, ``logits``, ``hidden_states`` and ``at``, as in ``Request``.
         """
         ids = _integers(tokens, field="tokens").reshape(-1)
         labels = np.full(ids.shape, IGNORED, dtype=np.int64)
@@ -94,7 +136,9 @@ class Request:
                     f"trained must have one entry per token: {ids.size} tokens, {mask.size} entries", field="trained"
                 )
             labels[:-1][~mask[1:]] = IGNORED
-        return cls(tokens=ids, labels=labels, weight=weight, no_grad=no_grad, adapter=adapter, payload=payload)
+        return cls(
+            tokens=ids, labels=labels, weight=weight, no_grad=no_grad, adapter=adapter, payload=payload, **outputs
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -103,18 +147,44 @@ class Request:
 
     @property
     def num_trained(self) -> int:
-        """Number of scored labels."""
-        return 0 if self.labels is None else int((self.labels != IGNORED).sum())
+        """Number of scored labels; of a request without labels, the positions of its other outputs.
+
+        It is what a normalised loss counts.
+        """
+        if self.labels is None:
+            return int(self.positions.size)
+        return int((self.labels != IGNORED).sum())
+
+    @property
+    def wants_dense(self) -> bool:
+        """Whether top-k, logits or hidden states are wanted."""
+        return self.top_k is not None or self.logits or self.hidden_states
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """(M,) where top-k, logits and hidden states are wanted; empty when none is."""
+        if not self.wants_dense:
+            return np.empty(0, dtype=np.int64)
+        return np.arange(self.num_tokens, dtype=np.int64) if self.at is None else self.at
 
     @property
     def active(self) -> bool:
         """Whether anything is wanted; an inactive request runs nothing."""
-        return self.labels is not None
+        return self.labels is not None or self.wants_dense
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model has to run for it: labels that are all ignored are zeros without it."""
+        return self.num_trained > 0 or self.wants_dense
 
     def __repr__(self) -> str:
         parts = [f"{self.num_tokens} tokens"]
         if self.labels is not None:
             parts.append(f"{self.num_trained} scored")
+        if self.wants_dense:
+            kinds = [f"top-{self.top_k}"] * (self.top_k is not None) + ["logits"] * self.logits
+            kinds += ["hidden states"] * self.hidden_states
+            parts.append(f"{', '.join(kinds)} at {self.positions.size}")
         if self.weight != 1.0:
             parts.append(f"weight={self.weight}")
         if self.no_grad:
@@ -122,6 +192,10 @@ class Request:
         if self.adapter is not None:
             parts.append(f"adapter={self.adapter!r}")
         return f"Request({', '.join(parts)})"
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _array(value: Any, *, field: str) -> NDArray[Any]:

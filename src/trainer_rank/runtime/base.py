@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,6 +69,14 @@ class Runtime(ABC):
     @abstractmethod
     def trainable_parameters(self) -> tuple[Tensor, ...]:
         """Return the parameters that receive gradients, in a fixed order."""
+
+    def parameters_of(self, adapter: str | None) -> tuple[Tensor, ...]:
+        """Return those of them that a pass with this adapter reaches; None is the runtime's own adapter."""
+        return self.trainable_parameters()
+
+    def using(self, adapter: str | None) -> AbstractContextManager[None]:
+        """Return a context in which the model runs with this adapter, in forward and in recompute."""
+        return nullcontext()
 
     @abstractmethod
     def twin(self, num_layers: int) -> Runtime:

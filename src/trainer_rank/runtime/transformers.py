@@ -11,18 +11,20 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from trainer_rank.errors import ConfigError, UnsupportedModelError
 from trainer_rank.memory import Call, ModelFacts, Recompute
 from trainer_rank.prefix import PackedBatch
+from trainer_rank.runtime.adapters import Adapters, Lora, adapted, adapters_by_name, plain_entries
 from trainer_rank.runtime.attention import (
     AttentionPlan,
     BoundAttention,
@@ -35,7 +37,7 @@ from trainer_rank.runtime.attention import (
 )
 from trainer_rank.runtime.base import Observer, Runtime
 from trainer_rank.runtime.identity import identity_of
-from trainer_rank.runtime.support import check_adapter, check_supported, check_targets
+from trainer_rank.runtime.support import check_supported
 from trainer_rank.runtime.transfer import to_device
 
 ATTENTION = "trainer_rank_tree"
@@ -71,8 +73,9 @@ class TransformersRuntime(Runtime):
     """A causal language model of the Transformers library.
 
     Args:
-        model: The model, or a PEFT model around it with one LoRA adapter. Its attention implementation is switched to
-            tree attention and its training mode turned on (there is no dropout to switch).
+        model: The model, or a PEFT model around it with one or several LoRA adapters. Its attention implementation is
+            switched to tree attention and its training mode turned on (there is no dropout to switch). The active
+            adapter becomes the runtime's own; all of them are trained.
         recompute: ``full`` runs each layer again in backward and keeps only its input; ``none`` keeps activations.
         stands_for: For a model on ``meta``, the device it stands for; None is the model's own.
 
@@ -88,10 +91,7 @@ class TransformersRuntime(Runtime):
         causal: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         self._causal: Any = causal
         check_supported(self._causal.config)
-        self._peft_config: LoraConfig | None = None
-        if isinstance(model, PeftModel):
-            self._peft_config = model.peft_config[model.active_adapter]
-            check_adapter(self._peft_config)
+        self._adapters = Adapters(model)
         if recompute not in ("full", "none"):
             raise ConfigError(f"recompute must be 'full' or 'none', got {recompute!r}")
         self._check_head()
@@ -111,7 +111,7 @@ class TransformersRuntime(Runtime):
         cls,
         path: str | Path,
         *,
-        lora: LoraConfig | None = None,
+        lora: Lora | None = None,
         recompute: Recompute = "full",
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "cpu",
@@ -120,27 +120,24 @@ class TransformersRuntime(Runtime):
 
         Args:
             path: Folder with the model's configuration and weights.
-            lora: PEFT's LoRA configuration; None trains every parameter.
+            lora: PEFT's LoRA configuration, or several by name, the first of which becomes the runtime's own; None
+                trains every parameter.
             recompute: As in the constructor.
             dtype: Parameter dtype, ``auto`` for the checkpoint's own.
             device: Where to put the model.
         """
         config = transformers.AutoConfig.from_pretrained(path)
         check_supported(config)
-        if lora is not None:
-            check_adapter(lora)
+        configs = adapters_by_name(lora)
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-        if lora is not None:
-            check_targets(lora, model)
-            model = get_peft_model(model, copy.deepcopy(lora))
-        return cls(model, recompute=recompute)
+        return cls(adapted(model, configs), recompute=recompute)
 
     @classmethod
     def from_config(
         cls,
         config: Any,
         *,
-        lora: LoraConfig | None = None,
+        lora: Lora | None = None,
         recompute: Recompute = "full",
         dtype: str | torch.dtype = torch.bfloat16,
         stands_for: str | torch.device = "cuda",
@@ -149,7 +146,7 @@ class TransformersRuntime(Runtime):
 
         Args:
             config: The library's configuration object, or a local folder that holds one.
-            lora: PEFT's LoRA configuration; None trains every parameter.
+            lora: As in ``from_pretrained``.
             recompute: As in the constructor.
             dtype: Parameter dtype.
             stands_for: Device whose kernels a real model would run.
@@ -157,15 +154,12 @@ class TransformersRuntime(Runtime):
         if isinstance(config, str | Path):
             config = transformers.AutoConfig.from_pretrained(config)
         check_supported(config)
-        if lora is not None:
-            check_adapter(lora)
+        configs = adapters_by_name(lora)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
             )
-            if lora is not None:
-                check_targets(lora, model)
-                model = get_peft_model(model, copy.deepcopy(lora))
+            model = adapted(model, configs)
         return cls(model, recompute=recompute, stands_for=torch.device(stands_for))
 
     @property
@@ -200,15 +194,9 @@ class TransformersRuntime(Runtime):
         config = self._causal.config.to_dict()
         for name in ("_name_or_path", "transformers_version"):
             config.pop(name, None)
-        adapter = None
-        if self._peft_config is not None:
-            adapter = {name: str(value) for name, value in sorted(self._peft_config.to_dict().items())}
-            for name, value in self._peft_config.to_dict().items():
-                if isinstance(value, set | list | tuple):
-                    adapter[name] = str(sorted(map(str, value)))
         return {
             "config": config,
-            "adapter": adapter,
+            "adapters": {name: plain_entries(one) for name, one in self._adapters.configs.items()},
             "kernel": str(self._kernel()),
             "device": self._stands_for.type,
             "parameters": [
@@ -260,6 +248,14 @@ class TransformersRuntime(Runtime):
     def trainable_parameters(self) -> tuple[Tensor, ...]:
         return self._parameters
 
+    def parameters_of(self, adapter: str | None) -> tuple[Tensor, ...]:
+        if self._adapters.own is None or (adapter in (None, self._adapters.own) and len(self._adapters.configs) == 1):
+            return self._parameters
+        return self._adapters.parameters(adapter)
+
+    def using(self, adapter: str | None) -> AbstractContextManager[None]:
+        return self._adapters.using(adapter)
+
     def twin(self, num_layers: int) -> TransformersRuntime:
         config = copy.deepcopy(self._causal.config)
         config.num_hidden_layers = num_layers
@@ -267,8 +263,7 @@ class TransformersRuntime(Runtime):
             config.layer_types = config.layer_types[:num_layers]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=self._causal.lm_head.weight.dtype)
-            if self._peft_config is not None:
-                model = get_peft_model(model, copy.deepcopy(self._peft_config))
+            model = adapted(model, self._adapters.configs, own=self._adapters.own, check=False)
         own = dict(self._model.named_parameters())
         for name, parameter in model.named_parameters():
             # PEFT casts an adapter's weights only where there are data to cast.
@@ -286,8 +281,8 @@ class TransformersRuntime(Runtime):
         self._model.save_pretrained(path)
 
     def trained(self) -> dict[str, Tensor]:
-        # PEFT writes its tensors without the adapter's own name.
-        inner = None if self._peft_config is None else f".{self._model.active_adapter}."
+        # PEFT writes the tensors of an adapter without its name.
+        inner = f".{self._adapters.own}." if len(self._adapters.configs) == 1 else None
         return {
             name if inner is None else ".".join(name.rsplit(inner, 1)): parameter
             for name, parameter in self._model.named_parameters()
@@ -295,9 +290,9 @@ class TransformersRuntime(Runtime):
         }
 
     def adapter_config(self) -> bytes | None:
-        if self._peft_config is None:
+        if self._adapters.own is None:
             return None
-        config = copy.deepcopy(self._peft_config)
+        config = copy.deepcopy(self._adapters.configs[self._adapters.own])
         config.inference_mode = True
         if config.base_model_name_or_path is None:
             config.base_model_name_or_path = self._causal.config.name_or_path
@@ -338,7 +333,8 @@ class TransformersRuntime(Runtime):
             trainable_bytes=sum(trainable),
             num_trainable=len(trainable),
             largest_trainable_bytes=max(trainable, default=0),
-            adapter=self._model.active_adapter if isinstance(self._model, PeftModel) else None,
+            adapter=self._adapters.own,
+            adapters=self._adapters.names,
         )
 
 

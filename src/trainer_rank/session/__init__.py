@@ -1,7 +1,8 @@
 """The training rank: wires requests, plans, prices, admission and execution. The only mutable object."""
 
-from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
+from trainer_rank.session.call import MicroBatches, Skipped
+from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result, TopK
 from trainer_rank.session.rank import TrainerRank
 from trainer_rank.session.split import SplitRange
 
-__all__ = ["MicroBatch", "MicroBatchStats", "Result", "SplitRange", "TrainerRank"]
+__all__ = ["MicroBatch", "MicroBatchStats", "MicroBatches", "Result", "Skipped", "SplitRange", "TopK", "TrainerRank"]

@@ -13,7 +13,8 @@ from trainer_rank.executor.recorder import AllocationRecorder
 from trainer_rank.memory import fold
 from trainer_rank.meters.simulated_device import paused
 from trainer_rank.requests import Request
-from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
+from trainer_rank.runtime import Runtime
+from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result, TopK
 
 CallerLoss = Callable[[MicroBatch], Tensor]
 """A loss: a micro-batch in, a scalar with graph out."""
@@ -21,26 +22,23 @@ CallerLoss = Callable[[MicroBatch], Tensor]
 _META: Final = torch.device("meta")
 
 
-def traced_bytes_per_token(
-    loss: CallerLoss, requests: Sequence[Request], *, logprob_dtype: torch.dtype, stands_for: torch.device
-) -> int:
+def traced_bytes_per_token(loss: CallerLoss, requests: Sequence[Request], runtime: Runtime) -> int:
     """Return the most bytes per logical token that a loss and its backward allocate, over parts of the requests.
 
     Args:
         loss: Runs on ``meta`` tensors: it may not look at a value.
         requests: Examples with the payloads the loss reads, at least one of them active.
-        logprob_dtype: Of the outputs.
-        stands_for: Device whose kernels would run.
+        runtime: The model whose outputs the loss reads; it does not run.
 
     Raises:
         ConfigError: No request is active, or the loss cannot run without data; the message names the operator.
     """
     active = [request for request in requests if request.active]
     if not active:
-        raise ConfigError("requests must hold an active request to trace a loss with, got none with labels")
+        raise ConfigError("requests must hold an active request to trace a loss with, got none that wants an output")
     most = 0
     for part in _parts(active):
-        peak = _peak(loss, part, logprob_dtype, stands_for)
+        peak = _peak(loss, part, runtime)
         tokens = sum(request.num_tokens for request in part)
         most = max(most, -(-peak // tokens))
     return most
@@ -53,9 +51,9 @@ def _parts(requests: Sequence[Request]) -> Iterator[Sequence[Request]]:
         yield from ((request,) for request in requests)
 
 
-def _peak(loss: CallerLoss, requests: Sequence[Request], dtype: torch.dtype, stands_for: torch.device) -> int:
-    micro_batch = _stand_in(requests, dtype)
-    recorder = AllocationRecorder(_META, stands_for)
+def _peak(loss: CallerLoss, requests: Sequence[Request], runtime: Runtime) -> int:
+    micro_batch = _stand_in(requests, runtime)
+    recorder = AllocationRecorder(_META, runtime.stands_for)
     recorder.mark("loss")
     try:
         with paused(), recorder:
@@ -70,14 +68,9 @@ def _peak(loss: CallerLoss, requests: Sequence[Request], dtype: torch.dtype, sta
     return fold(recorder.trace(num_layers=0)).peak.peak_bytes
 
 
-def _stand_in(requests: Sequence[Request], dtype: torch.dtype) -> MicroBatch:
+def _stand_in(requests: Sequence[Request], runtime: Runtime) -> MicroBatch:
     """Return a micro-batch whose outputs have shapes and no values."""
-    results = []
-    for request in requests:
-        assert request.labels is not None, "only active requests are traced"
-        results.append(
-            Result(logprobs=torch.empty(request.labels.shape, dtype=dtype, device=_META, requires_grad=True))
-        )
+    results = [_result(request, runtime) for request in requests]
     tokens = sum(request.num_tokens for request in requests)
     return MicroBatch(
         inputs=list(requests),
@@ -92,3 +85,22 @@ def _stand_in(requests: Sequence[Request], dtype: torch.dtype) -> MicroBatch:
             required_bytes=0, predicted_peak_bytes=0, available_bytes=0, budget_bytes=0, resident_bytes=0,
         ),
     )  # fmt: skip
+
+
+def _result(request: Request, runtime: Runtime) -> Result:
+    rows, facts = int(request.positions.size), runtime.facts
+
+    def empty(*shape: int, dtype: torch.dtype = runtime.logprob_dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=_META, requires_grad=not request.no_grad)
+
+    model_dtype: torch.dtype = getattr(torch, facts.dtype)
+    top = None
+    if request.top_k is not None:
+        ids = torch.empty((rows, request.top_k), dtype=torch.int64, device=_META)
+        top = TopK(logprobs=empty(rows, request.top_k), ids=ids)
+    return Result(
+        logprobs=None if request.labels is None else empty(*request.labels.shape),
+        top_k=top,
+        logits=empty(rows, facts.vocabulary_size, dtype=model_dtype) if request.logits else None,
+        hidden_states=empty(rows, facts.hidden_size, dtype=model_dtype) if request.hidden_states else None,
+    )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer_rank.admission import Admission, Budget, admit
-from trainer_rank.memory import Price, Term, combine
+from trainer_rank.memory import ModelFacts, Price, Term, combine
 from trainer_rank.planner import PassWork, pass_work
 from trainer_rank.prefix import Layout
 from trainer_rank.requests import Request
@@ -22,7 +23,7 @@ class Candidate:
 
     Attributes:
         indices: Flat indices of its leaves, inactive ones included, in reading order.
-        works: One pass per grad mode; empty when every leaf is inactive.
+        works: One pass per grad mode and adapter; empty when every leaf is inactive.
         price: Price of the passes together.
         layout: Number of its layout among those that are tried.
     """
@@ -47,6 +48,7 @@ class Candidates:
         pricer: Prices one pass.
         layout: Layout every pass must use; None takes the fastest layout that fits.
         max_packed_rows: Hard cap on packed rows of one pass; None for no cap.
+        facts: The model.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class Candidates:
         pricer: Pricer,
         layout: Layout | None,
         max_packed_rows: int | None,
+        facts: ModelFacts,
     ) -> None:
+        self._facts = facts
         self._leaves = leaves
         self._units = units
         self._pricer = pricer
@@ -116,21 +120,37 @@ class Candidates:
             tried.append((candidate, verdict))
         return min(tried, key=lambda pair: pair[1].charged_bytes)
 
+    def together(self, parts: int, budget: Budget, pending: tuple[Term, ...]) -> tuple[Candidate, Admission]:
+        """Return all units in ``parts`` forwards whose graphs stay alive together, under the layout that needs least.
+
+        More parts keep the same bytes alive and need fewer for the one that runs, but share less.
+        """
+        edges = [self.num_units * part // parts for part in range(parts + 1)]
+        tried = []
+        for number in range(len(self._layouts)):
+            ranges = list(itertools.pairwise(edges))
+            works = tuple(work for start, stop in ranges for work in self._passes(start, stop, number))
+            candidate = self._together(works, self.indices(0, self.num_units), number)
+            tried.append((candidate, admit(candidate.price, budget, pending)))
+        return min(tried, key=lambda pair: pair[1].charged_bytes)
+
     def _is_within_cap(self, start: int, stop: int, number: int) -> bool:
         cap = self._max_packed_rows
         return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(start, stop, number))
 
     def _passes(self, start: int, stop: int, number: int) -> tuple[PassWork, ...]:
-        """Return one pass per grad mode."""
+        """Return one pass per grad mode and adapter."""
         key = (start, stop, number)
         if key not in self._works:
             by_key: dict[PassKey, list[int]] = {}
             for index in self.indices(start, stop):
                 if self._leaves[index].active:
-                    by_key.setdefault(pass_key(self._leaves[index]), []).append(index)
+                    by_key.setdefault(pass_key(self._leaves[index], self._facts), []).append(index)
             self._works[key] = tuple(
-                pass_work([self._leaves[index] for index in members], members, self._layouts[number])
-                for _, members in sorted(by_key.items())
+                pass_work(
+                    [self._leaves[index] for index in members], members, self._layouts[number], adapter=adapter or None
+                )
+                for (_, adapter), members in sorted(by_key.items())
             )
         return self._works[key]
 
@@ -138,13 +158,20 @@ class Candidates:
         key = (start, stop, number)
         if key not in self._known:
             works = self._passes(start, stop, number)
-            if works:
-                price = combine([self._pricer(work) for work in works])
-            else:
-                nothing = Term(name="nothing", num_bytes=0)
-                price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
-            self._known[key] = Candidate(indices=self.indices(start, stop), works=works, price=price, layout=number)
+            self._known[key] = self._together(works, self.indices(start, stop), number)
         return self._known[key]
+
+    def _together(self, works: tuple[PassWork, ...], indices: tuple[int, ...], number: int) -> Candidate:
+        """Return passes that are alive together as one candidate."""
+        if works:
+            # A pass leaves gradients behind for the passes whose backward comes after its own.
+            several = sum(not work.no_grad for work in works) > 1
+            left = self._facts.trainable_bytes if several else 0
+            price = combine([self._pricer(work) for work in works], left_bytes=left)
+        else:
+            nothing = Term(name="nothing", num_bytes=0)
+            price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
+        return Candidate(indices=indices, works=works, price=price, layout=number)
 
 
 def _fingerprint(works: Sequence[PassWork]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from trainer_rank.admission import Admission
 from trainer_rank.executor.oom import map_out_of_memory
@@ -41,7 +41,7 @@ class Execution:
 
     def run(
         self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission, *, split: tuple[SplitRange, ...]
-    ) -> Iterator[MicroBatch]:
+    ) -> Generator[MicroBatch]:
         """Yield the one micro-batch of an admitted candidate, its forwards done; measure it when the caller goes on.
 
         ``split`` is that of the whole call, and goes to the caller with the micro-batch.
@@ -63,12 +63,11 @@ class Execution:
     def _micro_batch(
         self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission, split: tuple[SplitRange, ...]
     ) -> MicroBatch:
-        found: dict[int, Result] = dict.fromkeys(candidate.indices, Result(logprobs=None))
+        found: dict[int, Result] = dict.fromkeys(candidate.indices, Result())
         for work in candidate.works:
             result = self._forward(work, verdict)
             found.update(
-                (index, Result(logprobs=logprobs))
-                for index, logprobs in zip(work.indices, result.logprobs, strict=True)
+                (index, Result.of(outputs)) for index, outputs in zip(work.indices, result.outputs, strict=True)
             )
         requests = {index: flat.leaves[index] for index in candidate.indices}
         return MicroBatch(

@@ -49,13 +49,39 @@ class Gate:
         self._bytes_per_row: float | None = None
 
     def plan(
-        self, flat: Flat, group: Candidates, start: int, budget: Budget, *, split: bool, begun: bool = False
+        self,
+        flat: Flat,
+        group: Candidates,
+        start: int,
+        stop: int,
+        budget: Budget,
+        *,
+        refused: Callable[[TrainerRankMemoryError, int], None],
+        split: bool,
+        begun: bool = False,
     ) -> list[tuple[int, int]]:
-        """Return ranges covering the units from ``start`` on, each admitted; raise for a unit that cannot fit alone."""
-        count = group.num_units
+        """Return ranges covering the units ``[start, stop)``, each admitted, but for those that cannot fit alone.
+
+        ``refused`` is told of each of these; it may raise.
+        """
+        found: list[tuple[int, int]] = []
+        while start < stop:
+            ranges = self._split(group, start, stop, budget, split=split)
+            if not isinstance(ranges, int):
+                return found + ranges
+            refused(self.refusal(flat, group, ranges, budget, begun=begun), ranges)
+            if start < ranges:
+                found += self.plan(flat, group, start, ranges, budget, refused=refused, split=True, begun=begun)
+            start, split = ranges + 1, True
+        return found
+
+    def _split(
+        self, group: Candidates, start: int, stop: int, budget: Budget, *, split: bool
+    ) -> list[tuple[int, int]] | int:
+        """Return ranges covering the units, each admitted, or a unit that cannot fit alone."""
 
         def fits(begin: int, end: int) -> bool:
-            whole = not split and start + begin == 0 and start + end == count
+            whole = not split and start + begin == 0 and start + end == group.num_units
             if not group.within_cap(start + begin, start + end):
                 return False
             candidate, verdict = group.admission(start + begin, start + end, budget, self.pending(split=not whole))
@@ -65,11 +91,11 @@ class Gate:
             return verdict.admitted
 
         def guess(begin: int) -> int:
-            return self._probable_stop(group, start + begin, budget) - start
+            return min(stop, self._probable_stop(group, start + begin, budget)) - start
 
-        ranges = split_greedily(count - start, fits, shared=group.shared_rows[start:], guess=guess)
+        ranges = split_greedily(stop - start, fits, shared=group.shared_rows[start:stop], guess=guess)
         if isinstance(ranges, int):
-            raise self.refusal(flat, group, start + ranges, budget, begun=begun)
+            return start + ranges
         return [(start + begin, start + end) for begin, end in ranges]
 
     def _probable_stop(self, group: Candidates, start: int, budget: Budget) -> int:
@@ -113,6 +139,35 @@ class Gate:
             f"{outcome}. {self._advice(verdict)}",
             admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,
             short_bytes=verdict.short_bytes, request_index=blamed, request_length=length,
+        )  # fmt: skip
+
+    def admit_together(self, flat: Flat, group: Candidates) -> tuple[Candidate, Admission]:
+        """Return all units as forwards alive together, admitted; as few forwards as fit.
+
+        Raises:
+            TrainerRankMemoryError: They do not fit in any number of forwards.
+        """
+        pending, parts = self.pending(split=False), 1
+        best: tuple[Candidate, Admission] | None = None
+        while True:
+            budget = budget_of(self._meter.prepare(None if best is None else best[1].charged_bytes))
+            candidate, verdict = group.together(parts, budget, pending)
+            if best is None or verdict.charged_bytes < best[1].charged_bytes:
+                best = candidate, verdict
+            if verdict.admitted:
+                return candidate, verdict
+            if parts >= group.num_units:
+                break
+            parts = min(2 * parts, group.num_units)
+        candidate, verdict = best
+        self._record(candidate, verdict)
+        advice = self._advice(verdict)
+        raise TrainerRankMemoryError(
+            f"{len(flat.leaves)} requests cannot be alive together: their forwards {verdict.explain()}; "
+            f"{format_bytes(verdict.short_bytes)} short. Nothing ran. Use forward_micro_batches, which frees each "
+            f"micro-batch before the next, or {advice[0].lower()}{advice[1:]}",
+            admission=verdict, refused=True, phase=verdict.price.phase, term=verdict.largest_term.name,
+            short_bytes=verdict.short_bytes,
         )  # fmt: skip
 
     def refusal_to_repeat(self, candidate: Candidate, verdict: Admission) -> TrainerRankMemoryError:
@@ -168,8 +223,9 @@ class Gate:
             return ()
         if not self._optimizer.exists:
             terms.append(Term(name="optimizer state to come", num_bytes=facts.adam_state_bytes))
-        if split and any(parameter.grad is None for parameter in parameters):
-            terms.append(Term(name="gradients to come", num_bytes=facts.trainable_bytes))
+        to_come = sum(one.numel() * one.element_size() for one in parameters if one.grad is None)
+        if split and to_come:
+            terms.append(Term(name="gradients to come", num_bytes=to_come))
         return tuple(terms)
 
     def readmit(

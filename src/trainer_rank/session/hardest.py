@@ -13,7 +13,8 @@ from trainer_rank.session.units import Unit
 def hardest_units(flat: Flat, units: Sequence[Unit], features: Callable[[PassWork], PassFeatures]) -> Iterator[int]:
     """Yield the numbers of the units that no other single request reaches in every feature its price grows with.
 
-    Atomic groups are all yielded: which of its layouts a group takes is known only against a budget.
+    Atomic groups are all yielded: which of its layouts a group takes is known only against a budget. So are requests
+    with outputs beside log-probs, which the features do not count.
 
     Args:
         flat: All requests.
@@ -23,7 +24,7 @@ def hardest_units(flat: Flat, units: Sequence[Unit], features: Callable[[PassWor
     alike: dict[tuple[object, ...], int] = {}
     for number, unit in enumerate(units):
         request = flat.leaves[unit.indices[0]]
-        if len(unit.indices) > 1:
+        if len(unit.indices) > 1 or request.wants_dense:
             yield number
         elif request.num_trained:
             alike.setdefault(_shape(request), number)

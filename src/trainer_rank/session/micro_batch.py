@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from trainer_rank.admission import Admission
+from trainer_rank.executor.run import Outputs
 from trainer_rank.memory import Observation
 from trainer_rank.planner import PassWork
 from trainer_rank.requests import Request
@@ -18,16 +19,42 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TopK:
+    """The likeliest next tokens at M positions.
+
+    Attributes:
+        logprobs: (M, k) in descending order, float32 (float64 for float64 models).
+        ids: (M, k) int64.
+    """
+
+    logprobs: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Result:
-    """What one request gets back.
+    """What one request gets back; None for what it did not ask for.
 
     Attributes:
         logprobs: Tensor of the labels' shape, float32 (float64 for float64 models): ``logprobs[i]`` is the log-prob of
-            ``labels[i]`` given the tokens up to and including position i; exactly 0 where the label is ignored. None
-            for an inactive request.
+            ``labels[i]`` given the tokens up to and including position i; exactly 0 where the label is ignored.
+        top_k: The likeliest next tokens at the request's positions ``at``.
+        logits: (M, V) scores of the whole vocabulary at these positions, in the model's dtype.
+        hidden_states: (M, H) final normalised hidden states at these positions, in the model's dtype.
     """
 
-    logprobs: Tensor | None
+    logprobs: Tensor | None = None
+    top_k: TopK | None = None
+    logits: Tensor | None = None
+    hidden_states: Tensor | None = None
+
+    @classmethod
+    def of(cls, outputs: Outputs) -> Result:
+        """Return the result made of what the executor hands out."""
+        top = None
+        if outputs.top_logprobs is not None and outputs.top_ids is not None:
+            top = TopK(logprobs=outputs.top_logprobs, ids=outputs.top_ids)
+        return cls(logprobs=outputs.logprobs, top_k=top, logits=outputs.logits, hidden_states=outputs.hidden_states)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor
 
-from trainer_rank.admission import Admission, Budget
+from trainer_rank.admission import Admission
+from trainer_rank.errors import RequestError
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
 from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
 from trainer_rank.executor.oom import map_out_of_memory
@@ -20,8 +21,9 @@ from trainer_rank.meters import Meter, open_meter
 from trainer_rank.planner import PassWork
 from trainer_rank.prefix import Layout
 from trainer_rank.report import Record
-from trainer_rank.requests import Flat, Normaliser, Request, flatten, normaliser
+from trainer_rank.requests import Flat, Request, flatten, normaliser
 from trainer_rank.runtime import Runtime
+from trainer_rank.session.call import Call, MicroBatches
 from trainer_rank.session.caller import CallerLoss, traced_bytes_per_token
 from trainer_rank.session.candidates import Candidates
 from trainer_rank.session.decisions import Decisions
@@ -31,8 +33,11 @@ from trainer_rank.session.hardest import hardest_units
 from trainer_rank.session.micro_batch import MicroBatch
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.planned import PlannedPass
-from trainer_rank.session.split import SplitRange, check_split
+from trainer_rank.session.split import SplitRange
 from trainer_rank.session.units import Unit, check_requests, plan_order
+
+OnRefuse = Literal["raise", "skip"]
+"""What happens to a call with a request that cannot fit."""
 
 HEAD_CHUNK_ROWS: Final = 512
 """Rows that meet the vocabulary projection at a time: enough to keep the matrix product busy, and with a vocabulary of
@@ -88,6 +93,7 @@ class TrainerRank:
         self._layout = layout
         decisions = Decisions(runtime, on_decision)
         self._execution = Execution(runtime, self.meter, decisions, head_chunk_rows=head_chunk_rows)
+        self._open: Generator[MicroBatch] | None = None
         self._optimizer = Optimizer(runtime.trainable_parameters())
         self._pricer = EnvelopePricer(
             runtime,
@@ -125,8 +131,13 @@ class TrainerRank:
         return self.meter.read().budget_bytes
 
     def forward_micro_batches(
-        self, requests: Any, *, normalisation: str = "token-mean", split: Sequence[SplitRange] = ()
-    ) -> Iterator[MicroBatch]:
+        self,
+        requests: Any,
+        *,
+        normalisation: str = "token-mean",
+        split: Sequence[SplitRange] = (),
+        on_refuse: OnRefuse = "raise",
+    ) -> MicroBatches:
         """Yield the requests in as few micro-batches as fit, each with outputs and graph; call backward in between.
 
         The whole plan is made and admitted before anything runs; the budget is read again before each pass.
@@ -136,10 +147,12 @@ class TrainerRank:
             normalisation: ``token-mean``, ``sequence-mean`` or ``sum``: the rule behind ``MicroBatch.coefficients``.
             split: ``MicroBatch.split`` of an earlier call over the same requests, or its beginning: these micro-batches
                 are made again as they were, whatever memory there is now, and what they leave is planned.
+            on_refuse: ``raise`` refuses the whole call when a request cannot fit; ``skip`` leaves that request out (or
+                its whole atomic group) and names it in ``MicroBatches.skipped``. The loss is then that of the others.
 
         Yields:
-            Micro-batches in tree order. Over the iteration every leaf comes exactly once; ``restore`` puts results
-            back into the caller's order and nesting.
+            Micro-batches, the one that needs most first. Over the iteration every leaf comes exactly once, but for
+            those skipped; ``restore`` puts results back into the caller's order and nesting.
 
         Raises:
             RequestError: A request is malformed for this model, or ``split`` is of other requests. Nothing ran.
@@ -153,7 +166,41 @@ class TrainerRank:
         if flat.leaves and not rule.num_trained and any(request.active for request in flat.leaves):
             warnings.warn("no_trained_tokens: every label of the batch is ignored; loss and gradient are 0",
                           RuntimeWarning, stacklevel=2)  # fmt: skip
-        return self._iterate(flat, rule, tuple(split))
+        if on_refuse not in ("raise", "skip"):
+            raise RequestError(f"on_refuse must be 'raise' or 'skip', got {on_refuse!r}", field="on_refuse")
+        self._settle()
+        call = self._call(flat, skip=on_refuse == "skip", recorded=split)
+        return MicroBatches(call, call.run(self._execution, rule))
+
+    def forward(self, requests: Any, *, normalisation: str = "token-mean") -> MicroBatch:
+        """Run all requests now and return one micro-batch with every output and every graph alive.
+
+        For losses that need all requests at once. What stays alive between forward and backward adds up, so less fits
+        than through ``forward_micro_batches``; it runs in as many forwards as make it fit.
+
+        Args:
+            requests: As for ``forward_micro_batches``.
+            normalisation: Likewise.
+
+        Raises:
+            RequestError: A request is malformed for this model. Nothing ran.
+            TrainerRankMemoryError: All requests together do not fit (refused, nothing ran), or the admitted forward
+                ran out of memory.
+        """
+        flat = flatten(requests)
+        check_requests(flat.leaves, self.runtime.facts)
+        rule = normaliser(flat.leaves, normalisation)
+        self._settle()
+        group = self._candidates(flat, [unit for units in plan_order(flat, self.runtime.facts) for unit in units])
+        candidate, verdict = self._gate.admit_together(flat, group)
+        self._open = self._execution.run(flat, rule, candidate, verdict, split=())
+        return next(self._open)
+
+    def _settle(self) -> None:
+        """Measure what the last ``forward`` needed, its backward included, before anything else runs."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
 
     def trace_loss(self, loss: CallerLoss, requests: Sequence[Request]) -> int:
         """Find what a loss of your own needs, use it in every later price, and return it in bytes per logical token.
@@ -167,9 +214,7 @@ class TrainerRank:
         Raises:
             ConfigError: The loss cannot run without data, or no request is active.
         """
-        found = traced_bytes_per_token(
-            loss, requests, logprob_dtype=self.runtime.logprob_dtype, stands_for=self.runtime.stands_for
-        )
+        found = traced_bytes_per_token(loss, requests, self.runtime)
         self._pricer.caller_bytes_per_token = found
         return found
 
@@ -185,13 +230,7 @@ class TrainerRank:
         """
         flat = flatten(requests)
         check_requests(flat.leaves, self.runtime.facts)
-        groups, plans, split, budget = self._plan(flat)
-        pending = self._gate.pending(split=split)
-        return tuple(
-            PlannedPass.of(*group.admission(start, stop, budget, pending))
-            for group, ranges in zip(groups, plans, strict=True)
-            for start, stop in ranges
-        )
+        return tuple(PlannedPass.of(*one) for one in self._call(flat).planned())
 
     def plan_alone(self, requests: Any) -> tuple[PlannedPass, ...]:
         """Return each request as a pass of its own beside others of its step, admitted or not; nothing runs.
@@ -209,12 +248,12 @@ class TrainerRank:
         budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
         return tuple(
             PlannedPass.of(*group.admission(number, number + 1, budget, pending))
-            for units in plan_order(flat)
+            for units in plan_order(flat, self.runtime.facts)
             for group in [self._candidates(flat, units)]
             for number in range(group.num_units)
         )
 
-    def hardest(self, requests: Any) -> PlannedPass | None:
+    def hardest(self, requests: Any, *, on_refuse: OnRefuse = "raise") -> PlannedPass | None:
         """Return the request (or atomic group) that needs most when it runs alone; None when none computes anything.
 
         Whatever steps the requests are drawn into, in whatever order, a pass is split until it fits, down to one
@@ -223,6 +262,7 @@ class TrainerRank:
 
         Args:
             requests: As for ``forward_micro_batches``.
+            on_refuse: ``skip`` passes over those that cannot fit.
 
         Raises:
             RequestError: A request is malformed for this model.
@@ -232,11 +272,13 @@ class TrainerRank:
         check_requests(flat.leaves, self.runtime.facts)
         budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
         found = []
-        for units in plan_order(flat):
+        for units in plan_order(flat, self.runtime.facts):
             group = self._candidates(flat, units)
             for number in hardest_units(flat, units, self._pricer.features):
                 candidate, verdict = group.admission(number, number + 1, budget, pending)
                 if not verdict.admitted or not group.within_cap(number, number + 1):
+                    if on_refuse == "skip":
+                        continue
                     raise self._gate.refusal(flat, group, number, budget, begun=False)
                 found.append(PlannedPass.of(candidate, verdict))
         return max(found, key=lambda one: one.admission.charged_bytes, default=None)
@@ -261,6 +303,7 @@ class TrainerRank:
 
         A gradient that is not finite is dropped and the step skipped, with a warning.
         """
+        self._settle()
         begin = self.meter.read()
         try:
             return self._optimizer.step(
@@ -304,62 +347,14 @@ class TrainerRank:
             slots[name][slot] = tensor
         self._optimizer.load(list(slots.values()))
 
-    def _plan(
-        self, flat: Flat, recorded: Sequence[SplitRange] = ()
-    ) -> tuple[list[Candidates], list[list[tuple[int, int]]], bool, Budget]:
-        """Return the groups of units, the ranges planned for each, whether they are several, and the budget read.
-
-        The ranges begin with the recorded ones.
-        """
-        groups = [self._candidates(flat, units) for units in plan_order(flat)]
-        check_split(groups, recorded)
-        self._gate.forget()
-        split = len(groups) > 1
-        budget = self._gate.read_budget()
-        plans = []
-        for number, group in enumerate(groups):
-            begun = [(one.start, one.stop) for one in recorded if one.group == number]
-            start = begun[-1][1] if begun else 0
-            plans.append(begun + self._gate.plan(flat, group, start, budget, split=split))
-        return groups, plans, split or sum(len(plan) for plan in plans) > 1, budget
+    def _call(self, flat: Flat, *, skip: bool = False, recorded: Sequence[SplitRange] = ()) -> Call:
+        groups = [self._candidates(flat, units) for units in plan_order(flat, self.runtime.facts)]
+        return Call(flat, groups, self._gate, skip=skip, recorded=recorded)
 
     def _candidates(self, flat: Flat, units: Sequence[Unit]) -> Candidates:
-        return Candidates(flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens)
-
-    def _iterate(self, flat: Flat, rule: Normaliser, recorded: Sequence[SplitRange]) -> Iterator[MicroBatch]:
-        groups, plans, split, budget = self._plan(flat, recorded)
-        forced = {(one.group, one.start, one.stop): one.layout for one in recorded}
-        done: list[SplitRange] = []
-        later = list(recorded)
-        for number, (group, plan) in enumerate(zip(groups, plans, strict=True)):
-            fresh = [(start, stop) for start, stop in plan if (number, start, stop) not in forced]
-            later += self._ranges(group, number, fresh, budget, split=split)
-        while later:
-            one = later.pop(0)
-            group, layout = groups[one.group], forced.get((one.group, one.start, one.stop))
-            candidate, verdict = self._gate.readmit(group, one.start, one.stop, split=split, layout=layout)
-            if not verdict.admitted:
-                if layout is not None:
-                    raise self._gate.refusal_to_repeat(candidate, verdict)
-                # The caller kept memory, or another process took some: what is left is planned anew.
-                split = True
-                anew = self._gate.plan(flat, group, one.start, verdict.budget, split=True, begun=True)
-                rest = [other for other in later if other.group != one.group]
-                later = [*self._ranges(group, one.group, anew, verdict.budget, split=True), *rest]
-                continue
-            ran = SplitRange.of(one.group, one.start, one.stop, candidate)
-            yield from self._execution.run(flat, rule, candidate, verdict, split=(*done, ran, *later))
-            done.append(ran)
-
-    def _ranges(
-        self, group: Candidates, number: int, ranges: Sequence[tuple[int, int]], budget: Budget, *, split: bool
-    ) -> list[SplitRange]:
-        """Return ranges of group ``number`` as they would run under ``budget``."""
-        pending = self._gate.pending(split=split)
-        return [
-            SplitRange.of(number, start, stop, group.admission(start, stop, budget, pending)[0])
-            for start, stop in ranges
-        ]
+        return Candidates(
+            flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens, self.runtime.facts
+        )
 
 
 def _check_positive(name: str, value: int) -> None:

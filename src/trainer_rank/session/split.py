@@ -37,27 +37,23 @@ class SplitRange:
 
 
 def check_split(groups: Sequence[Candidates], split: Sequence[SplitRange]) -> None:
-    """Raise ``RequestError`` unless ``split`` is the beginning of a split of these very groups, in order."""
-    expected = (0, 0)
+    """Raise ``RequestError`` unless ``split`` is part of a split of these very groups."""
+    taken: dict[int, list[tuple[int, int]]] = {}
     for position, one in enumerate(split):
-        if one.group >= len(groups):
+        if not 0 <= one.group < len(groups):
             raise _foreign(position, f"group must be below {len(groups)}, got {one.group}")
-        if one.group != expected[0]:
-            if expected[1] != groups[expected[0]].num_units or one.group != expected[0] + 1:
-                raise _foreign(position, f"it must go on in group {expected[0]} at unit {expected[1]}, got {one}")
-            expected = (one.group, 0)
         group = groups[one.group]
-        if one.start != expected[1] or not one.start < one.stop <= group.num_units:
-            raise _foreign(
-                position,
-                f"it must begin at unit {expected[1]} and end by {group.num_units}, got [{one.start}, {one.stop})",
-            )
+        if not 0 <= one.start < one.stop <= group.num_units:
+            raise _foreign(position, f"it must lie in [0, {group.num_units}), got [{one.start}, {one.stop})")
+        for start, stop in taken.setdefault(one.group, []):
+            if one.start < stop and start < one.stop:
+                raise _foreign(position, f"units [{start}, {stop}) came before, and it has [{one.start}, {one.stop})")
+        taken[one.group].append((one.start, one.stop))
         if not 0 <= one.layout < group.num_layouts:
             raise _foreign(position, f"layout must be below {group.num_layouts}, got {one.layout}")
         found = group.fingerprint(one.start, one.stop, one.layout)
         if found != one.fingerprint:
             raise _foreign(position, f"its passes had the fingerprint {one.fingerprint}, and now have {found}")
-        expected = (one.group, one.stop)
 
 
 def _foreign(position: int, reason: str) -> RequestError:

@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 from trainer_rank.errors import RequestError
 from trainer_rank.memory import ModelFacts
 from trainer_rank.prefix import IntArray, build_tree
-from trainer_rank.requests import Flat, Request
+from trainer_rank.requests import BASE, Flat, Request
 
-PassKey = bool
-"""Grad mode; only requests that agree in it may share a pass.
-
-The adapter does not part requests: the one name that ``check_requests`` lets through is that of the runtime's own. A
-micro-batch therefore has at most one pass with gradients, which is what the price of several passes assumes.
-"""
+PassKey = tuple[bool, str]
+"""Grad mode and adapter; only requests that agree in both may share a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,21 +46,45 @@ def check_requests(requests: Sequence[Request], facts: ModelFacts) -> None:
                     field=field,
                     index=index,
                 )
-        if request.adapter is not None and request.adapter != facts.adapter:
-            known = facts.adapter if facts.adapter is not None else "none, the model itself is trained"
+        if request.top_k is not None and request.top_k > facts.vocabulary_size:
             raise RequestError(
-                f"request {index}: adapter must be one the runtime has ({known}), got {request.adapter!r}",
-                field="adapter",
+                f"request {index}: top_k must not exceed the vocabulary size {facts.vocabulary_size}, got "
+                f"{request.top_k}",
+                field="top_k",
                 index=index,
             )
+        _check_adapter(request, index, facts)
 
 
-def pass_key(request: Request) -> PassKey:
-    """Return what a request must agree in with others to share a pass."""
-    return request.no_grad
+def _check_adapter(request: Request, index: int, facts: ModelFacts) -> None:
+    name = request.adapter
+    if name is None:
+        return
+    if name not in facts.adapters:
+        known = ", ".join(facts.adapters) if facts.adapters else "none, the model itself is trained"
+        raise RequestError(
+            f"request {index}: adapter must be one the runtime has ({known}), got {name!r}",
+            field="adapter",
+            index=index,
+        )
+    if name == BASE and not request.no_grad:
+        raise RequestError(
+            f"request {index}: adapter {BASE!r} is the frozen model, through which nothing is trained; set "
+            "no_grad=True",
+            field="adapter",
+            index=index,
+        )
 
 
-def plan_order(flat: Flat) -> list[list[Unit]]:
+def pass_key(request: Request, facts: ModelFacts) -> PassKey:
+    """Return what a request must agree in with others to share a pass: grad mode and adapter.
+
+    The runtime's own adapter goes by the empty name, whether a request gives its name or none.
+    """
+    return request.no_grad, "" if request.adapter in (None, facts.adapter) else str(request.adapter)
+
+
+def plan_order(flat: Flat, facts: ModelFacts) -> list[list[Unit]]:
     """Return units grouped by the passes they need and, in each group, in depth-first order of their prefix tree.
 
     Neighbours in tree order share the longest prefixes, so that contiguous ranges keep sharers together. The order does
@@ -72,12 +92,12 @@ def plan_order(flat: Flat) -> list[list[Unit]]:
     first member stands. Units that compute nothing come first.
     """
     leaves = flat.leaves
-    computed = [index for index, request in enumerate(leaves) if request.num_trained]
+    computed = [index for index, request in enumerate(leaves) if request.computes]
     tree = build_tree([leaves[index].tokens for index in computed])
     rank = {index: int(tree.rank[number]) for number, index in enumerate(computed)}
     groups: dict[frozenset[PassKey], list[Unit]] = {}
     for indices in flat.groups:
-        keys = frozenset(pass_key(leaves[index]) for index in indices if leaves[index].active)
+        keys = frozenset(pass_key(leaves[index], facts) for index in indices if leaves[index].active)
         groups.setdefault(keys, []).append(Unit(indices=indices))
 
     def first_rank(unit: Unit) -> int:

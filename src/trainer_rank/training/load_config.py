@@ -62,7 +62,7 @@ def key_list(section: type[BaseModel] = TrainConfig, prefix: str = "") -> list[s
     """Return every key a configuration may have, dotted, in order of definition."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
-        nested = _section_in(field.annotation)
+        nested = section_in(field.annotation)
         keys += [f"{prefix}{name}"] if nested is None else key_list(nested, f"{prefix}{name}.")
     return keys
 
@@ -83,7 +83,8 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def _section_in(annotation: object) -> type[BaseModel] | None:
+def section_in(annotation: object) -> type[BaseModel] | None:
+    """Return the section of keys that a field holds, alone or beside null; None for a field of another kind."""
     candidates = [annotation, *getattr(annotation, "__args__", ())]
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):

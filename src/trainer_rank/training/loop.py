@@ -5,24 +5,27 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
-from trainer_rank.errors import ConfigError, TrainingError, TrainingInterruptedError
+from trainer_rank.errors import TrainingError, TrainingInterruptedError
 from trainer_rank.prefix import build_tree
-from trainer_rank.requests import Request
+from trainer_rank.requests import Request, flatten
 from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
 from trainer_rank.session import TrainerRank
 from trainer_rank.training.callbacks import Callback, Scalars, evaluation_scalars, step_scalars, tell
 from trainer_rank.training.config import TrainConfig
+from trainer_rank.training.data_files import read_data
+from trainer_rank.training.formats import Words
 from trainer_rank.training.interrupt import Interrupts, StopRequested
 from trainer_rank.training.keeper import Keeper
 from trainer_rank.training.learning_rate import learning_rate
-from trainer_rank.training.losses import Loss, loss_for, sampled
+from trainer_rank.training.lora_targets import family_of, targets_of
+from trainer_rank.training.losses import MetricSums, Objective, objective_for
+from trainer_rank.training.model_limits import limits_of
 from trainer_rank.training.one_by_one import compare
-from trainer_rank.training.parquet import read_data
 from trainer_rank.training.passes import Passes
 from trainer_rank.training.plan_log import NAME as PLANS
 from trainer_rank.training.plan_log import PlanLog
@@ -30,7 +33,7 @@ from trainer_rank.training.progress import Progress
 from trainer_rank.training.records import ComparisonRecord, EvaluationRecord, RunSummary, StepRecord
 from trainer_rank.training.resident import ResidentPeak
 from trainer_rank.training.resume import Resumption, digest_of, find_resumption
-from trainer_rank.training.rollouts import Limits, Rollout
+from trainer_rank.training.rollouts import Rollout
 from trainer_rank.training.run_folder import RunFolder
 from trainer_rank.training.schedule import group_rollouts, plan_steps
 from trainer_rank.training.tensorboard import TensorBoard, check_installed
@@ -67,9 +70,11 @@ def train(
     """
     if config.tensorboard:
         check_installed()
-    limits = _limits(config)
-    groups = group_rollouts(read_data(Path(config.data.path), limits))
-    evaluation = None if config.data.eval_path is None else read_data(Path(config.data.eval_path), limits)
+    objective, path = objective_for(config.loss), Path(config.data.path)
+    limits = replace(limits_of(config.model.path, loss=config.loss.name), needs=objective.needs)
+    words = Words(model=config.model.path, train_on=config.data.train_on)
+    groups = group_rollouts(objective.prepare(read_data(path, limits, words), path))
+    evaluation = None if config.data.eval_path is None else read_data(Path(config.data.eval_path), limits, words)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -93,7 +98,7 @@ def train(
         resumption.load(rank)
         resumption.cut_back(config)
         folder.reopen()
-    run = _Run(config, rank, folder, progress, resident, callbacks, resumption, data_digest)
+    run = _Run(config, rank, folder, progress, resident, callbacks, resumption, data_digest, objective)
     return run.whole(steps, evaluation)
 
 
@@ -110,12 +115,13 @@ class _Run:
         callbacks: Sequence[Callback],
         resumption: Resumption | None,
         data_digest: str,
+        objective: Objective,
     ) -> None:
         self._config = config
         self._rank = rank
         self._folder = folder
         self._progress = progress
-        self._loss: Loss = loss_for(config.loss)
+        self._objective = objective
         self._resident = resident
         self._callbacks = callbacks
         self._interrupts = Interrupts()
@@ -146,14 +152,14 @@ class _Run:
 
     def _whole(self, steps: Sequence[Sequence[Rollout]], evaluation: Sequence[Rollout] | None) -> Path:
         config, keeper = self._config, self._keeper
-        batches = [[_request(rollout) for rollout in rollouts] for rollouts in steps]
+        batches = [[self._trained(rollout) for rollout in rollouts] for rollouts in steps]
         self._progress.started(
             steps=len(batches),
             packed_rows=sum(_packed_rows(batch) for batch in batches[keeper.done :]),
             budget_bytes=self._rank.budget_bytes,
             run_folder=self._folder.path,
         )
-        self._check_worst([request for batch in batches for request in batch])
+        self._check_worst(batches)
         for number, batch in enumerate(batches[keeper.done :], start=keeper.done + 1):
             due = number == 1 or (config.eval_every is not None and (number - 1) % config.eval_every == 0)
             if evaluation is not None and due:
@@ -183,29 +189,39 @@ class _Run:
         self._progress.finished(summary, run_folder=self._folder.path)
         return self._folder.path
 
-    def _check_worst(self, requests: list[Request]) -> None:
+    def _check_worst(self, batches: Sequence[Sequence[Request]]) -> None:
         """Refuse the run now if any of its requests can never be admitted; run the hardest first when asked to."""
-        hardest = self._rank.hardest(requests)
+        nest = [self._objective.nest(batch) for batch in batches]
+        hardest = self._rank.hardest(nest, on_refuse=self._config.on_refuse)
         if self._config.warm_up == "none" or hardest is None:
             return
-        for micro_batch in self._rank.forward_micro_batches([requests[index] for index in hardest.indices]):
-            self._loss(micro_batch).backward()
+        leaves = flatten(nest).leaves
+        worst = self._objective.referenced(self._rank, [leaves[index] for index in hardest.indices])
+        for micro_batch in self._rank.forward_micro_batches(self._objective.nest(worst)):
+            self._objective.checked(self._objective.loss(micro_batch), micro_batch, step=0).backward()
             del micro_batch
         self._resident.note(self._rank.last_observation)
         self._rank.zero_grad()
 
     def _step(self, batch: list[Request], *, number: int, num_steps: int) -> StepRecord:
         config, begin = self._config, time.perf_counter()
-        loss_value, passes = 0.0, Passes()
-        verification = Verification(config, batch, step=number)
-        for micro_batch in self._rank.forward_micro_batches(
-            batch, normalisation=config.loss.normalisation, split=self._plans.recorded(number)
-        ):
+        loss_value, passes, metrics, objective = 0.0, Passes(), MetricSums(), self._objective
+        nest = objective.nest(objective.referenced(self._rank, batch))
+        # Indices count the leaves of the nest, which keeps pairs together.
+        verification = Verification(config, flatten(nest).leaves, step=number)
+        micro_batches = self._rank.forward_micro_batches(
+            nest,
+            normalisation=config.loss.normalisation,
+            split=self._plans.recorded(number),
+            on_refuse=config.on_refuse,
+        )
+        for micro_batch in micro_batches:
             self._plans.note(number, micro_batch.split)
             self._observe(passes)
-            loss = self._loss(micro_batch)
+            loss = objective.checked(objective.loss(micro_batch), micro_batch, step=number)
             loss.backward()
             loss_value += float(loss.detach())
+            metrics += objective.metrics(micro_batch)
             passes.add(micro_batch.stats)
             verification.keep(micro_batch)
             self._progress.advanced(step=number, packed_rows=micro_batch.stats.packed_rows)
@@ -213,6 +229,8 @@ class _Run:
             del loss, micro_batch
             self._interrupts.check()
         self._observe(passes)
+        for skipped in micro_batches.skipped:
+            self._progress.note(f"step {number}: skipped: {skipped.reason}")
         if not math.isfinite(loss_value):
             raise TrainingError(self._stopped(number, f"the loss is {loss_value}"))
         difference = verification.difference(self._rank)
@@ -230,6 +248,7 @@ class _Run:
         record = StepRecord(
             step=number,
             requests=len(batch),
+            skipped=len(micro_batches.skipped),
             logical_tokens=passes.logical_tokens,
             packed_rows=passes.packed_rows,
             sharing_ratio=passes.logical_tokens / passes.packed_rows if passes.packed_rows else 1.0,
@@ -244,6 +263,7 @@ class _Run:
             lr=lr,
             seconds=seconds,
             verify_difference=difference,
+            metrics=metrics.means(),
         )
         self._folder.step(record)
         self._progress.stepped(record)
@@ -272,10 +292,11 @@ class _Run:
 
     def _compare(self, steps: Sequence[Sequence[Rollout]]) -> ComparisonRecord:
         """Compare on the smallest group that shares anything; the rank is warm, and the gradients are discarded."""
-        groups = [[_request(rollout) for rollout in group] for step in steps for group in group_rollouts(step)]
-        requests = min(groups, key=lambda group: (len(group) == 1, _packed_rows(group)))
+        groups = [[self._trained(rollout) for rollout in group] for step in steps for group in group_rollouts(step)]
+        smallest = min(groups, key=lambda group: (len(group) == 1, _packed_rows(group)))
+        requests = self._objective.referenced(self._rank, smallest)
         self._progress.comparing(requests=len(requests))
-        record = compare(self._rank, requests, self._loss, normalisation=self._config.loss.normalisation)
+        record = compare(self._rank, requests, self._objective.loss, normalisation=self._config.loss.normalisation)
         self._progress.compared(record)
         return record
 
@@ -289,6 +310,9 @@ class _Run:
                 f"with --resume {self._folder.path}"
             ) from error
 
+    def _trained(self, rollout: Rollout) -> Request:
+        return _request(rollout, payload=self._objective.payload(rollout))
+
     def _observe(self, passes: Passes) -> None:
         passes.observe(self._rank.last_observation)
         self._resident.note(self._rank.last_observation)
@@ -300,45 +324,34 @@ class _Run:
         )
 
 
-def _limits(config: TrainConfig) -> Limits:
-    """Return what the model's own configuration demands of the data, read before any weight is."""
-    path = config.model.path
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: must be a folder with config.json and weights, got {path!r}; "
-            "relative paths count from the current folder"
-        )
-    try:
-        model = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} holds no model that Transformers knows: {error}") from error
-    return Limits(
-        vocabulary_size=getattr(model, "vocab_size", None),
-        context_length=getattr(model, "max_position_embeddings", None),
-        loss=config.loss.name,
-    )
-
-
 def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> TrainerRank:
     lora = config.model.lora
     runtime = TransformersRuntime.from_pretrained(
         config.model.path,
         lora=None
         if lora is None
-        else LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets)),
+        else LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha,
+            lora_dropout=0.0,
+            target_modules=list(targets_of(lora.targets, family_of(config.model.path))),
+        ),
         recompute=config.model.recompute,
         dtype=config.model.dtype,
     )
     # The rank's meter starts the system's peak again; loading the model is the piece before.
     resident.sample()
     return TrainerRank(
-        runtime, memory_budget=config.memory_budget, on_decision=lambda record: folder.decision(record.as_line())
+        runtime,
+        memory_budget=config.memory_budget,
+        max_packed_tokens=config.max_packed_tokens,
+        on_decision=lambda record: folder.decision(record.as_line()),
     )
 
 
-def _request(rollout: Rollout, *, no_grad: bool = False) -> Request:
+def _request(rollout: Rollout, *, no_grad: bool = False, payload: object = None) -> Request:
     return Request.next_token(
-        rollout.tokens, trained=rollout.trained, weight=rollout.weight, no_grad=no_grad, payload=sampled(rollout)
+        rollout.tokens, trained=rollout.trained, weight=rollout.weight, no_grad=no_grad, payload=payload
     )
 
 

@@ -5,7 +5,7 @@ Field names are the keys of the JSON lines in the run folder. Bytes are ints; ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +14,7 @@ class StepRecord:
 
     Attributes:
         step: 1-based.
+        skipped: Requests left out because they cannot fit; only with ``on_refuse: skip``.
         predicted_peak_bytes: Highest predicted peak of the step's passes; whole device, resident bytes included.
         observed_peak_bytes: The same as measured: resident bytes at admission plus the pass's measured peak above them.
         budget_bytes: All bytes the device may hold.
@@ -21,6 +22,7 @@ class StepRecord:
         seconds: Wall time from planning to the end of the optimizer step.
         verify_difference: Largest absolute difference between a log-probability packed and alone; None in a step that
             is not verified.
+        metrics: Figures beside the loss, by name, such as ``clip_fraction``; none for ``sft``.
     """
 
     step: int
@@ -39,6 +41,8 @@ class StepRecord:
     lr: float
     seconds: float
     verify_difference: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

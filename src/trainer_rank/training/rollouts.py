@@ -5,8 +5,10 @@
 
 ``tokens`` and ``trained`` are required and have one entry per token: ``trained[t]`` says whether token t is learnt.
 Token 0 has no position that predicts it, so ``trained[0]`` has no effect. ``old_logprobs[t]`` is the log-probability
-token t had when it was sampled, and is needed wherever ``trained[t]`` is 1; other entries may be null.
-Requests of the same ``group`` stay in one optimizer step. Blank lines are skipped.
+token t had when it was sampled, and is needed wherever ``trained[t]`` is 1; other entries may be null, here and in the
+other lists: ``ref_logprobs``, the same under the reference model, and ``advantages``, one per token instead of one per
+request. ``reward`` is a number, ``chosen`` says which member of a ``pair`` was preferred. Requests of the same
+``group`` stay in one optimizer step; a pair without a group is one. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -17,18 +19,32 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from trainer_rank.errors import DataError
+from trainer_rank.training.loss_options import needed_fields
 
-FIELDS: Final = ("tokens", "trained", "group", "weight", "advantage", "old_logprobs")
+FIELDS: Final = (
+    "tokens",
+    "trained",
+    "group",
+    "weight",
+    "advantage",
+    "old_logprobs",
+    "reward",
+    "advantages",
+    "ref_logprobs",
+    "chosen",
+    "pair",
+)
 
 # A log-probability computed in low precision may come out slightly above 0.
 _LOGPROB_SLACK: Final = 1e-3
 _MAX_TOKEN: Final = 2**31 - 1
+_MAX_FLOAT32: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +59,11 @@ class Rollout:
         advantage: Finite; None when the line has none.
         old_logprobs: float32, shape (N,), aligned with ``tokens``, 0 where the line says null; None when it has none.
         line: 1-based line in the file.
+        reward: Finite; None when the line has none.
+        advantages: float32, shape (N,), aligned with ``tokens``, 0 where the line says null; None when it has none.
+        ref_logprobs: As ``old_logprobs``, under the reference model.
+        chosen: Whether this is the preferred member of its pair; None when the line does not say.
+        pair: Name of the pair within the group; None means that the group is the pair.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -52,19 +73,35 @@ class Rollout:
     advantage: float | None
     old_logprobs: npt.NDArray[np.float32] | None
     line: int
+    reward: float | None = None
+    advantages: npt.NDArray[np.float32] | None = None
+    ref_logprobs: npt.NDArray[np.float32] | None = None
+    chosen: bool | None = None
+    pair: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the model and the loss demand of every rollout; None where it is not known."""
+    """What the model and the loss demand of every rollout; None where it is not known.
+
+    Attributes:
+        vocabulary_size, context_length: Of the model.
+        loss: Its name, for messages.
+        needs: Fields every line must have, as ``needed_fields`` gives them; None takes those of the loss's defaults.
+    """
 
     vocabulary_size: int | None = None
     context_length: int | None = None
-    loss: Literal["sft", "cispo"] = "sft"
+    loss: str = "sft"
+    needs: frozenset[str] | None = None
+
+    def needed(self) -> frozenset[str]:
+        """Return the fields every line must have."""
+        return needed_fields(self.loss) if self.needs is None else self.needs
 
 
 def read_rollouts(path: Path, limits: Limits | None = None) -> list[Rollout]:
-    """Return the rollouts of the file ``path``, in file order; at least one.
+    """Return the rollouts of the JSON Lines file ``path`` of token ids, in file order; at least one.
 
     Raises:
         DataError: The file cannot be read or holds no request, or a line is cut off, is not a JSON object, has an
@@ -72,23 +109,33 @@ def read_rollouts(path: Path, limits: Limits | None = None) -> list[Rollout]:
             that does not parse, column.
     """
     chosen = limits if limits is not None else Limits()
-    rollouts = [rollout_of(path, number, entries, chosen) for number, entries in _objects(path)]
+    rollouts = [rollout_of(path, number, parse_line(path, number, raw), chosen) for number, raw in raw_lines(path)]
     if not rollouts:
         raise DataError("holds no request; write one JSON document per line", path=path)
     return rollouts
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def raw_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not blank, with their 1-based numbers.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
-                    yield number, _object(path, number, raw)
+                    yield number, raw
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror}); give the path of a JSON Lines file", path=path) from error
 
 
-def _object(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+def parse_line(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+    """Return the fields of one line, as JSON has them.
+
+    Raises:
+        DataError: The line is not UTF-8, not a JSON object, cut off, or repeats a field.
+    """
     try:
         text = raw.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
@@ -140,15 +187,20 @@ def rollout_of(path: Path, number: int, entries: dict[str, Any], limits: Limits)
     line.check_names()
     tokens = line.tokens(limits)
     trained = line.trained(len(tokens))
-    cispo = limits.loss == "cispo"
+    line.check_needed(limits)
     return Rollout(
         tokens=tokens,
         trained=trained,
-        group=line.group(),
+        group=line.text("group") if entries.get("group") is not None else line.text("pair"),
         weight=line.weight(),
-        advantage=line.advantage(required=cispo),
-        old_logprobs=line.old_logprobs(trained, required=cispo),
+        advantage=line.number_or_none("advantage"),
+        old_logprobs=line.logprobs("old_logprobs", trained),
         line=number,
+        reward=line.number_or_none("reward"),
+        advantages=line.numbers("advantages", trained),
+        ref_logprobs=line.logprobs("ref_logprobs", trained),
+        chosen=line.chosen(),
+        pair=line.text("pair"),
     )
 
 
@@ -216,10 +268,26 @@ class _Line:
                 "the writer pairs them up wrongly or one of the lists was cut"
             )
 
-    def group(self) -> str | None:
-        value = self.entries.get("group")
+    def check_needed(self, limits: Limits) -> None:
+        given = {name for name, value in self.entries.items() if value is not None}
+        if {"advantage", "advantages"} <= given:
+            self.fail("advantages: stands beside advantage; keep one, a number per token or one per request")
+        if "advantages" in given:
+            given.add("advantage")
+        for name in FIELDS:
+            if name in limits.needed() - given:
+                self.fail(f"{name}: is required by the loss {limits.loss!r}; add it, or train with the loss 'sft'")
+
+    def text(self, name: str) -> str | None:
+        value = self.entries.get(name)
         if value is not None and not isinstance(value, str):
-            self.fail(f"group: must be a string or null, got {_show(value)}")
+            self.fail(f"{name}: must be a string or null, got {_show(value)}")
+        return value
+
+    def chosen(self) -> bool | None:
+        value = self.entries.get("chosen")
+        if value is not None and not isinstance(value, bool):
+            self.fail(f"chosen: must be true or false, got {_show(value)}")
         return value
 
     def weight(self) -> float:
@@ -228,31 +296,32 @@ class _Line:
             self.fail(f"weight: must not be negative, got {value}; the sign of a request belongs in advantage")
         return value
 
-    def advantage(self, *, required: bool) -> float | None:
-        value = self.entries.get("advantage")
-        if value is None:
-            if required:
-                self.fail("advantage: is required by the loss 'cispo'; add it, or train with the loss 'sft'")
-            return None
-        return self.finite("advantage", value)
+    def number_or_none(self, name: str) -> float | None:
+        value = self.entries.get(name)
+        return None if value is None else self.finite(name, value)
 
-    def old_logprobs(self, trained: npt.NDArray[np.bool_], *, required: bool) -> npt.NDArray[np.float32] | None:
-        if self.entries.get("old_logprobs") is None:
-            if required:
-                self.fail("old_logprobs: is required by the loss 'cispo'; add it, or train with the loss 'sft'")
+    def numbers(self, name: str, trained: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
+        if self.entries.get(name) is None:
             return None
-        values = self.sequence("old_logprobs")
-        self.same_length("old_logprobs", values, len(trained))
+        values = self.sequence(name)
+        self.same_length(name, values, len(trained))
         result = np.zeros(len(trained), dtype=np.float32)
         for index, value in enumerate(values):
             if value is None:
                 if trained[index] and index > 0:
-                    self.fail(f"old_logprobs[{index}]: must be a number where trained is 1, got null")
+                    self.fail(f"{name}[{index}]: must be a number where trained is 1, got null")
                 continue
-            number = self.finite(f"old_logprobs[{index}]", value)
-            if number > _LOGPROB_SLACK:
-                self.fail(f"old_logprobs[{index}]: must be a log-probability, at most 0, got {number}")
+            number = self.finite(f"{name}[{index}]", value)
+            if abs(number) > _MAX_FLOAT32:
+                self.fail(f"{name}[{index}]: must fit into a float32, got {number}; find where the writer goes wrong")
             result[index] = number
+        return result
+
+    def logprobs(self, name: str, trained: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32] | None:
+        result = self.numbers(name, trained)
+        if result is not None and (result > _LOGPROB_SLACK).any():
+            index = int(np.argmax(result > _LOGPROB_SLACK))
+            self.fail(f"{name}[{index}]: must be a log-probability, at most 0, got {self.entries[name][index]}")
         return result
 
     def finite(self, name: str, value: object) -> float:

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer.main
 
 from trainer_rank.cli.app import app
+from trainer_rank.cli.examples import EXAMPLES
 from trainer_rank.cli.main import FAILED, SUCCESS, WRONG_INPUT, run
 from trainer_rank.errors import ConfigError
+
+
+def leaves(command: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the commands below a group by name, those of a group in it as ``group command``."""
+    found = {}
+    for name, one in getattr(command, "commands", {}).items():
+        nested = leaves(one, f"{prefix}{name} ")
+        found.update(nested if nested else {f"{prefix}{name}": one})
+    return found
 
 
 def test_commands_and_options_are_pinned() -> None:
     """The command line is this list; a change to it is a change to the public face."""
     command = typer.main.get_command(app)
-    commands = getattr(command, "commands")  # noqa: B009 - typer types a group as a plain command
     options = {
-        name: sorted(option for parameter in sub.params for option in parameter.opts) for name, sub in commands.items()
+        name: sorted(option for parameter in one.params for option in parameter.opts)
+        for name, one in leaves(command).items()
     }
     assert sorted(option for parameter in command.params for option in parameter.opts) == ["--version"]
     assert options == {
+        "data check": ["--debug", "--json", "--limit-errors", "--loss", "--model", "--train-on", "file"],
+        "init": ["--debug", "--force", "file"],
         "train": ["--allow-changed", "--debug", "--json", "--resume", "--warm-up", "config"],
         "plan": sorted(
             [
@@ -32,6 +46,30 @@ def test_commands_and_options_are_pinned() -> None:
             ]
         ),
     }  # fmt: skip
+
+
+def test_every_command_has_examples_that_parse() -> None:
+    """Each is a command line the program itself accepts, down to the options."""
+    command = typer.main.get_command(app)
+    assert sorted(EXAMPLES) == sorted(["", *leaves(command)])
+    for name, one in leaves(command).items():
+        shown = [line.strip() for line in one.epilog.splitlines() if line.startswith("  ")]
+        assert shown == list(EXAMPLES[name])
+    for line in (line for lines in EXAMPLES.values() for line in lines):
+        program, *arguments = shlex.split(line)
+        assert program == "trainer-rank"
+        name = next(name for name in leaves(command) if arguments[: len(name.split())] == name.split())
+        leaves(command)[name].make_context(name, arguments[len(name.split()) :])
+
+
+def test_options_of_one_meaning_have_one_name() -> None:
+    """What several commands take is spelt alike: every command that prints has --json, all have --debug."""
+    options = {
+        name: {option for parameter in one.params for option in parameter.opts}
+        for name, one in leaves(typer.main.get_command(app)).items()
+    }
+    assert all("--debug" in found for found in options.values())
+    assert [name for name, found in options.items() if "--json" not in found] == ["init"]
 
 
 def test_help_succeeds(capsys: pytest.CaptureFixture[str]) -> None:

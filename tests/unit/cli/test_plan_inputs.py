@@ -31,6 +31,8 @@ def inputs(**given: Any) -> Inputs:
 def test_adapters_go_on_every_projection_unless_targets_are_named() -> None:
     """In the order given."""
     assert inputs(shape="completion=5").options.lora_targets == PROJECTIONS
+    assert inputs(shape="completion=5", targets="all-linear").options.lora_targets == PROJECTIONS
+    assert inputs(shape="completion=5", targets="attention").options.lora_targets == PROJECTIONS[:4]
     assert inputs(shape="completion=5", targets="v_proj, q_proj").options.lora_targets == ("v_proj", "q_proj")
 
 

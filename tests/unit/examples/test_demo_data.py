@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from trainer_rank.training.chat import encode_conversation
+from trainer_rank.training.messages import Where
+from trainer_rank.training.rendering import Renderer
 from trainer_rank.training.rollouts import Limits, read_rollouts
 
 CHECKOUT = Path(__file__).parents[3]
@@ -113,10 +116,12 @@ def test_the_written_data_have_the_documented_shape(tmp_path: Path) -> None:
 @needs_wheel
 @needs_model
 def test_the_tokens_are_those_of_the_models_own_chat_template(tmp_path: Path) -> None:
-    """Encoding message by message gives the ids of the whole conversation encoded at once by the template."""
-    from transformers import AutoTokenizer
+    """Encoding message by message gives the ids of the whole conversation encoded at once by the template.
 
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    Given as messages, the conversation has the same tokens, and the same ones are trained.
+    """
+    renderer = Renderer.load(str(MODEL))
+    tokenizer = renderer.tokenizer
     one = demo.load_trajectories(demo.data_folder())[0]
     last = demo.rollouts(one, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])[-1]
     system = "\n".join([demo.INSTRUCTION, *(json.dumps(tool, separators=(",", ":")) for tool in one.tools)])
@@ -126,3 +131,7 @@ def test_the_tokens_are_those_of_the_models_own_chat_template(tmp_path: Path) ->
         messages.append({"role": "assistant", "content": f"[{', '.join(calls)}]"})
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == last["tokens"] + tokenizer("\n")["input_ids"]
+    where = Where(path=tmp_path, line=1)
+    tokens, trained = encode_conversation(renderer, where, messages, train_on="last")
+    assert tokens[:-1].tolist() == last["tokens"]
+    assert trained.tolist() == [*map(bool, last["trained"]), False]

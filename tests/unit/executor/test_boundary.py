@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer_rank.errors import BackwardError, TrainerRankError
-from trainer_rank.executor.boundary import PassGraph, attach
+from trainer_rank.executor.boundary import PassGraph, Source, attach, scattered
 
 SIZES = (2, 3, 1)
 """Elements of three outputs; element 1 is ignored (never scored)."""
@@ -56,8 +56,25 @@ class Model:
         logprobs = self.logprobs(fail=fail)
         slot = torch.tensor(SLOT)
         flat = torch.zeros(sum(SIZES), dtype=torch.float64).index_copy_(0, slot, logprobs.detach())
-        graph = PassGraph(logprobs, slot, SIZES, scored, self.parameters, map_error)
-        return graph, attach(graph, flat, SIZES)
+        graph = graph_of(logprobs, slot, SIZES, scored, self.parameters, map_error)
+        return graph, attach(graph, flat.split(list(SIZES)))
+
+
+def graph_of(
+    logprobs: Tensor | None,
+    slot: Tensor,
+    sizes: Sequence[int],
+    scored: Sequence[bool],
+    parameters: Sequence[Tensor],
+    map_error: Any,
+) -> PassGraph:
+    """The graph of a pass whose requests have log-probs and nothing else."""
+    sources = []
+    if logprobs is not None:
+        cotangent = scattered(logprobs, slot, sizes)
+        sources = [Source(tensor=logprobs, outputs=range(len(sizes)), cotangent=cotangent)]
+    waiting = [owner for owner, some in enumerate(scored) if some]
+    return PassGraph(sources, range(len(sizes)), waiting, parameters, map_error)
 
 
 def loss_of(outputs: Sequence[Tensor]) -> Tensor:
@@ -222,8 +239,8 @@ def test_the_inner_graph_is_let_go_after_the_last_backward() -> None:
     logprobs = model.logprobs()
     watched = weakref.ref(logprobs)
     slot = torch.tensor(SLOT)
-    graph = PassGraph(logprobs, slot, SIZES, (True,) * 3, model.parameters, lambda error: error)
-    outputs = attach(graph, torch.zeros(sum(SIZES), dtype=torch.float64), SIZES)
+    graph = graph_of(logprobs, slot, SIZES, (True,) * 3, model.parameters, lambda error: error)
+    outputs = attach(graph, torch.zeros(sum(SIZES), dtype=torch.float64).split(list(SIZES)))
     del logprobs
     assert watched() is not None
     loss_of(outputs).backward()
@@ -233,10 +250,10 @@ def test_the_inner_graph_is_let_go_after_the_last_backward() -> None:
 def test_a_pass_that_scores_nothing_gives_exact_zero_gradients() -> None:
     """There is no inner graph; the loss is legal and the step after it too."""
     model = Model()
-    graph = PassGraph(
+    graph = graph_of(
         None, torch.empty(0, dtype=torch.int64), SIZES, (False,) * 3, model.parameters, lambda error: error
     )
-    outputs = attach(graph, torch.zeros(sum(SIZES), dtype=torch.float64), SIZES)
+    outputs = attach(graph, torch.zeros(sum(SIZES), dtype=torch.float64).split(list(SIZES)))
     loss_of(outputs).backward()
     assert_grads(model, [torch.zeros_like(parameter) for parameter in model.parameters])
 
@@ -271,8 +288,8 @@ def test_gradients_that_share_memory_accumulate_apart(name: str) -> None:
     a, b = (torch.full((3,), value, requires_grad=True) for value in (1.0, 2.0))
     for count in (1, 2, 3):
         logprobs = a + b if name == "added" else (a.sum() + b.sum()).expand(3)
-        graph = PassGraph(logprobs, torch.arange(3), (3,), (True,), [a, b], lambda error: error)
-        (output,) = attach(graph, logprobs.detach().clone(), (3,))
+        graph = graph_of(logprobs, torch.arange(3), (3,), (True,), [a, b], lambda error: error)
+        (output,) = attach(graph, [logprobs.detach().clone()])
         output.sum().backward()
         for parameter in (a, b):
             assert parameter.grad is not None

@@ -57,7 +57,7 @@ class FakeCounters:
 
 
 def meter_on(counters: FakeCounters, memory_budget: int | None = None, reserve_fraction: float = 0.0) -> CudaMeter:
-    return CudaMeter("cuda:0", memory_budget, reserve_fraction, counters=counters)
+    return CudaMeter("cuda:0", memory_budget, reserve_fraction, waste_fraction=0.0, counters=counters)
 
 
 def fragmented(freed_by_release: int | None = None) -> tuple[CudaMeter, FakeCounters]:

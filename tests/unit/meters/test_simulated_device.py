@@ -18,6 +18,7 @@ from trainer_rank.executor.recorder import AllocationRecorder
 from trainer_rank.memory import AllocatorSettings, CachingAllocator, replay
 from trainer_rank.meters import DEVICES, Device, Simulated, find_device
 from trainer_rank.meters.simulated_device import paused
+from trainer_rank.meters.waste import CUT_SEGMENTS, EXPANDABLE_SEGMENTS
 from trainer_rank.units import GIB, KIB, MIB
 
 BATCH = completions([30, 20, 10], prompt=40)
@@ -132,7 +133,7 @@ def test_storages_on_meta_are_allocations() -> None:
 
 def test_available_is_what_is_physically_free_and_cached_blocks_go_at_most_once() -> None:
     """40 live, 90 cached, 8 free: a need of 6 GiB is met by what is free, one of 50 only after a release."""
-    with Simulated(gpu(140 * GIB)) as meter:
+    with Simulated(gpu(140 * GIB), waste_fraction=0.0) as meter:
         live = torch.empty(40 * GIB, dtype=torch.uint8, device="meta")
         cached = torch.empty(90 * GIB, dtype=torch.uint8, device="meta")
         del cached
@@ -195,9 +196,19 @@ def test_a_memory_fraction_is_honoured_in_what_is_available() -> None:
         assert meter.read().available_bytes == 32 * MIB - meter.read().reserve_bytes
 
 
+@pytest.mark.parametrize(("expandable", "share"), [(False, CUT_SEGMENTS), (True, EXPANDABLE_SEGMENTS)])
+def test_what_the_allocator_may_waste_is_not_offered(expandable: bool, share: float) -> None:
+    """Live bytes up to what is offered, and the waste that goes with them, fill the device less its reserve."""
+    settings = AllocatorSettings(expandable_segments=expandable)
+    with Simulated(gpu(64 * MIB), settings=settings) as meter, Simulated(gpu(64 * MIB), waste_fraction=0.0) as bare:
+        found, whole = meter.read(), bare.read()
+        assert 0 <= whole.available_bytes - found.available_bytes * (1 + share) < 2
+        assert found.available_bytes + found.reserve_bytes == whole.available_bytes + whole.reserve_bytes
+
+
 def test_a_library_workspace_is_kept_from_the_allocator() -> None:
     """The context is resident; cuBLAS's workspace is in the reserve, and no tensor can have it."""
-    with Simulated("H200") as meter:
+    with Simulated("H200", waste_fraction=0.0) as meter:
         reading = meter.read()
         assert (reading.reserved_bytes, reading.resident_bytes) == (0, 512 * MIB)
         assert reading.available_bytes == reading.budget_bytes - reading.resident_bytes - reading.reserve_bytes
@@ -233,7 +244,7 @@ def test_a_device_that_its_context_fills_has_nothing_to_give() -> None:
 
 def test_what_another_process_takes_is_gone_until_it_is_given_back() -> None:
     """It counts as resident, and only what is physically free can be taken."""
-    with Simulated(gpu(64 * MIB)) as meter:
+    with Simulated(gpu(64 * MIB), waste_fraction=0.0) as meter:
         free = meter.read().available_bytes
         meter.occupy(20 * MIB)
         assert (meter.read().available_bytes, meter.read().resident_bytes) == (free - 20 * MIB, 21 * MIB)

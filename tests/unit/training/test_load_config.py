@@ -30,11 +30,17 @@ def test_keys_are_pinned() -> None:
         "model.lora.targets",
         "data.path",
         "data.eval_path",
+        "data.train_on",
         "data.shuffle_seed",
         "loss.name",
         "loss.normalisation",
         "loss.epsilon_low",
         "loss.epsilon_high",
+        "loss.kl_coefficient",
+        "loss.advantages",
+        "loss.beta",
+        "loss.reference",
+        "loss.function",
         "optimizer.lr",
         "optimizer.betas",
         "optimizer.weight_decay",
@@ -53,6 +59,8 @@ def test_keys_are_pinned() -> None:
         "tensorboard",
         "compare_one_by_one",
         "warm_up",
+        "on_refuse",
+        "max_packed_tokens",
         "memory_budget",
         "threads",
         "seed",
@@ -98,8 +106,22 @@ def test_key_like_no_other_lists_the_keys_there_are() -> None:
         ("model: {path: m, dtype: fp8}", "model.dtype: must be 'float32' or 'bfloat16', got 'fp8'"),
         ("model: {path: m, lora: {targets: []}}", "model.lora.targets"),
         ("model: m", "model: must be a mapping of keys, got 'm' of type str"),
-        ("loss: {name: ppo}", "loss.name: must be 'sft' or 'cispo', got 'ppo'"),
-        ("loss: {epsilon_low: 0.2}", "epsilon_low and epsilon_high belong to the loss 'cispo'"),
+        (
+            "loss: {name: ppo}",
+            "loss.name: must be 'sft', 'cispo', 'grpo', 'ppo-clip', 'dpo' or 'custom', got 'ppo'",
+        ),
+        (
+            "loss: {epsilon_low: 0.2}",
+            "loss: epsilon_low belongs to the losses 'cispo', 'grpo' and 'ppo-clip', and name is 'sft'; leave it out",
+        ),
+        ("loss: {name: grpo, beta: 0.1}", "loss: beta belongs to the loss 'dpo', and name is 'grpo'"),
+        ("loss: {name: dpo, kl_coefficient: 0.1}", "loss: kl_coefficient belongs to the loss 'grpo'"),
+        ("loss: {name: cispo, advantages: group}", "loss: advantages belongs to the loss 'grpo'"),
+        ("loss: {name: dpo, normalisation: token-mean}", "normalisation must be 'sequence-mean' or 'sum'"),
+        ("loss: {name: grpo, reference: adapter-off}", "looked at by the penalty only, and kl_coefficient is 0"),
+        ("loss: {name: custom}", "function must be 'module:function' or 'path/to/file.py:function'"),
+        ("loss: {name: custom, function: mine.py}", "for the loss 'custom', got 'mine.py'"),
+        ("loss: {function: 'mine.py:loss'}", "loss: function belongs to the loss 'custom', and name is 'sft'"),
         ("optimizer: {min_lr_ratio: 0.1}", "min_lr_ratio belongs to the schedules 'linear' and 'cosine'"),
         ("optimizer: {schedule: linear, min_lr_ratio: 2}", "optimizer.min_lr_ratio: must be less than or equal to 1"),
         ("keep_checkpoints: 0", "keep_checkpoints: must be greater than or equal to 1, got 0"),
@@ -177,12 +199,49 @@ def test_a_number_in_scientific_notation_is_a_number() -> None:
         "memory_budget: 1.5GB\n",
         "threads: 2\n",
         "loss: {name: cispo, epsilon_low: 0.2, epsilon_high: 0.28}\n",
+        "loss: {name: grpo}\n",
+        "loss: {name: grpo, kl_coefficient: 1e-2, reference: adapter-off, advantages: group}\n",
+        "loss: {name: ppo-clip}\n",
+        "loss: {name: dpo}\n",
+        "loss: {name: dpo, normalisation: sum, reference: adapter-off}\n",
+        "loss: {name: custom, function: 'mine.py:loss'}\n",
     ],
 )
 def test_the_dumped_config_reads_back_equal(extra: str) -> None:
     """What a run folder records is a configuration that gives the same run."""
     config = parse_config(MINIMAL + extra)
     assert parse_config(dump_config(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("loss", "defaults"),
+    [
+        ("sft", {"normalisation": "token-mean", "epsilon_low": None, "beta": None, "reference": None}),
+        ("cispo", {"epsilon_low": 1.0, "epsilon_high": 4.0, "kl_coefficient": None, "advantages": None}),
+        ("grpo", {"epsilon_low": 0.2, "epsilon_high": 0.2, "kl_coefficient": 0.0, "advantages": "given"}),
+        ("grpo, kl_coefficient: 1e-2", {"kl_coefficient": 0.01, "reference": "given"}),
+        ("ppo-clip", {"epsilon_low": 0.2, "epsilon_high": 0.2, "normalisation": "token-mean"}),
+        ("dpo", {"beta": 0.1, "reference": "given", "normalisation": "sequence-mean"}),
+    ],
+)
+def test_the_defaults_of_the_named_loss_are_filled_in(loss: str, defaults: dict[str, object]) -> None:
+    """A run folder then records what was used, and options of other losses stay null."""
+    section = parse_config(MINIMAL + f"loss: {{name: {loss}}}\n").loss
+    assert {key: getattr(section, key) for key in defaults} == defaults
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("loss: {name: dpo, reference: adapter-off}\nmodel: {path: m, lora: null}\n", "nothing to turn off"),
+        ("loss: {name: dpo}\ncompare_one_by_one: true\n", "one request at a time, and the loss 'dpo' needs pairs"),
+    ],
+)
+def test_a_loss_that_cannot_be_had_is_refused(text: str, message: str) -> None:
+    """The section is right by itself and wrong beside another one."""
+    base = "data: {path: d}\nsteps: 1\n" + ("" if "model:" in text else "model: {path: m}\n")
+    with pytest.raises(ConfigError, match=message):
+        parse_config(base + text)
 
 
 def test_full_fine_tuning_is_lora_null() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_rank.errors import DataError
+from trainer_rank.training.loss_options import needed_fields
 from trainer_rank.training.rollouts import FIELDS, Limits, Rollout, read_rollouts
 
 GOOD: dict[str, Any] = {"tokens": [1, 2, 3], "trained": [0, 1, 1]}
@@ -203,4 +204,71 @@ def test_what_is_written_is_what_is_read(
 
 def test_fields_are_pinned() -> None:
     """The file format is public."""
-    assert FIELDS == ("tokens", "trained", "group", "weight", "advantage", "old_logprobs")
+    assert FIELDS == (
+        "tokens", "trained", "group", "weight", "advantage", "old_logprobs",
+        "reward", "advantages", "ref_logprobs", "chosen", "pair",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reward": "1"}, "reward: must be a number, got '1' of type str"),
+        ({"reward": float("nan")}, "reward: must be finite, got nan"),
+        ({"advantages": [0.5, 1.0]}, "advantages: must have one entry per token, got 2 entries for 3 tokens"),
+        ({"advantages": [None, None, 1.0]}, "advantages[1]: must be a number where trained is 1, got null"),
+        ({"advantages": [0, 1e300, 0]}, "advantages[1]: must fit into a float32, got 1e+300"),
+        ({"advantages": [0, 1, 1], "advantage": 1}, "advantages: stands beside advantage; keep one"),
+        ({"ref_logprobs": 3}, "ref_logprobs: must be a list with one entry per token, got 3"),
+        ({"ref_logprobs": [None, 0.5, -1]}, "ref_logprobs[1]: must be a log-probability, at most 0, got 0.5"),
+        ({"chosen": 1}, "chosen: must be true or false, got 1 of type int"),
+        ({"pair": 7}, "pair: must be a string or null, got 7 of type int"),
+    ],
+)
+def test_a_field_of_a_loss_that_breaks_its_rule_is_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    """Field, rule and value are named."""
+    assert message in str(refusal(tmp_path, {**GOOD, **change}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "given", "missing"),
+    [
+        ("grpo", {"old_logprobs": [0, -1, -1]}, "advantage"),
+        ("grpo", {"advantage": 1}, "old_logprobs"),
+        ("ppo-clip", {"advantages": [0, 1, 1]}, "old_logprobs"),
+        ("dpo", {"pair": "p", "chosen": True}, "ref_logprobs"),
+        ("dpo", {"pair": "p", "ref_logprobs": [0, -1, -1]}, "chosen"),
+    ],
+)
+def test_what_a_loss_needs_is_demanded(tmp_path: Path, loss: str, given: dict[str, Any], missing: str) -> None:
+    """Before anything is loaded, by field and loss."""
+    error = refusal(tmp_path, {**GOOD, **given}, limits=Limits(loss=loss))
+    assert f"{missing}: is required by the loss '{loss}'; add it" in str(error)
+
+
+def test_an_advantage_per_token_will_do(tmp_path: Path) -> None:
+    """One number per request or one per token: either is an advantage."""
+    line = {**GOOD, "advantages": [None, 1, -2], "old_logprobs": [None, -1, -1]}
+    (rollout,) = read(tmp_path, line, limits=Limits(loss="ppo-clip"))
+    assert rollout.advantages is not None
+    assert rollout.advantages.tolist() == [0.0, 1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "needs"),
+    [
+        ({"name": "sft"}, set()),
+        ({"name": "cispo"}, {"advantage", "old_logprobs"}),
+        ({"name": "grpo", "advantages": "group"}, {"reward", "old_logprobs"}),
+        ({"name": "grpo", "kl_coefficient": 0.1}, {"advantage", "old_logprobs", "ref_logprobs"}),
+        ({"name": "grpo", "kl_coefficient": 0.1, "reference": "adapter-off"}, {"advantage", "old_logprobs"}),
+        ({"name": "dpo"}, {"chosen", "ref_logprobs"}),
+        ({"name": "dpo", "reference": "adapter-off"}, {"chosen"}),
+        ({"name": "custom"}, set()),
+    ],
+)
+def test_needs_follow_the_options(options: dict[str, Any], needs: set[str]) -> None:
+    """A reward replaces the advantage, and an adapter that is turned off the reference's log-probs."""
+    assert needed_fields(**options) == needs
