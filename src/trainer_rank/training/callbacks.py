@@ -9,8 +9,8 @@ from trainer_rank.errors import TrainingError
 from trainer_rank.training.records import EvaluationRecord, StepRecord
 
 Scalars = dict[str, float]
-"""Figures by name: those of a step under the names of ``StepRecord``, those of an evaluation with ``evaluation/`` in
-front. A figure that was not measured is not there."""
+"""Figures by name: those of a step under the names of ``StepRecord``, those of its loss with ``metrics/`` and those of
+an evaluation with ``evaluation/`` in front. A figure that was not measured is not there."""
 
 Callback = Callable[[int, Scalars], None]
 """``callback(step, scalars)``, after the step's line and any checkpoint due with it are on the disk."""
@@ -18,7 +18,8 @@ Callback = Callable[[int, Scalars], None]
 
 def step_scalars(record: StepRecord) -> Scalars:
     """Return the figures of a step."""
-    return {name: value for name, value in asdict(record).items() if value is not None and name != "step"}
+    plain = {name: value for name, value in asdict(record).items() if isinstance(value, int | float) and name != "step"}
+    return {**plain, **{f"metrics/{name}": value for name, value in record.metrics.items()}}
 
 
 def evaluation_scalars(record: EvaluationRecord) -> Scalars:
