@@ -28,7 +28,7 @@ MEANING: Final[Mapping[str, str]] = {
     "data.train_on": "Assistant messages of a conversation that are trained.",
     "data.shuffle_seed": "Order of the groups; null keeps the file's.",
     "loss": "What is minimised.",
-    "loss.name": "Each with its formula, source, defaults and data in docs/losses.md.",
+    "loss.name": "Each with its formula, defaults and data in docs/losses.md.",
     "loss.normalisation": "What the sum over the step is divided by, however the step is split.",
     "loss.epsilon_low": "Lower bound of the importance weight is 1 - epsilon_low; null: cispo 1, the others 0.2.",
     "loss.epsilon_high": "Upper bound of the importance weight is 1 + epsilon_high; null: cispo 4, the others 0.2.",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer_rank.executor.heads import LabelIndex, chunk_bounds, label_logprobs
+from trainer_rank.executor.heads import LabelIndex, chunk_bounds, label_logprobs, top_bounds
 
 HIDDEN, VOCABULARY = 6, 11
 
@@ -40,7 +40,7 @@ class Case:
             label=self.label,
             chunks=chunk_bounds(rows, self.hidden.shape[0], chunk_rows),
         )
-        return self._with_grads(label_logprobs(self.hidden, self.weight, self.bias, index))
+        return self._with_grads(label_logprobs(self.hidden, self.weight, self.bias, index)[0])
 
     def naive(self) -> list[Tensor]:
         """Return the same from log-softmax over all logits in the inputs' dtype, at least float32."""
@@ -207,3 +207,39 @@ def test_a_row_beyond_the_limit_evens_the_chunks_out() -> None:
     """1,025 rows at 1,024 a chunk make 512 and 513, not 1,024 and 1."""
     chunks = chunk_bounds(np.empty(0, dtype=np.int64), 1025, 1024)
     assert [stop - start for start, stop, _, _ in chunks] == [512, 513]
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight", "hidden+weight+bias"])
+@pytest.mark.parametrize("chunk_rows", [1, 2, 3, 7, 20])
+@pytest.mark.parametrize("top_rows", [(0,), (2, 3, 6), tuple(range(7))])
+@pytest.mark.parametrize("with_labels", [True, False])
+def test_ranked_tokens_are_those_of_the_whole_softmax(
+    trained: str, chunk_rows: int, top_rows: tuple[int, ...], with_labels: bool
+) -> None:
+    """Values, ids and gradients, beside labels and alone, whatever the chunks."""
+    one = case(*((0, 2, 2, 5) if with_labels else ()), rows=7, trained=trained, bias=True)
+    chunks = chunk_bounds(one.label_row.numpy(), 7, chunk_rows)
+    top = torch.tensor(top_rows)
+    index = LabelIndex(
+        label_row=one.label_row, label=one.label, chunks=chunks, top_row=top, top_k=4,
+        top_chunks=top_bounds(top.numpy(), chunks),
+    )  # fmt: skip
+    logprobs, values, ids = label_logprobs(one.hidden, one.weight, one.bias, index)
+    assert one.bias is not None
+    naive = (one.hidden @ one.weight.t() + one.bias).log_softmax(-1)
+    wanted = naive[top].topk(4)
+    assert values is not None
+    assert ids is not None
+    assert torch.equal(ids, wanted.indices)
+    torch.testing.assert_close(values, wanted.values)
+    weights = torch.randn(values.shape, dtype=values.dtype)
+    both = [(values, wanted.values, weights)]
+    if with_labels:
+        both.append((logprobs, naive[one.label_row, one.label], one.grad))
+    for pairs in (both, both[:1], both[1:]):
+        if not pairs:
+            continue
+        found = torch.autograd.grad([a for a, _, _ in pairs], one.leaves, [g for *_, g in pairs], retain_graph=True)
+        known = torch.autograd.grad([b for _, b, _ in pairs], one.leaves, [g for *_, g in pairs], retain_graph=True)
+        for a, b in zip(found, known, strict=True):
+            torch.testing.assert_close(a, b)
