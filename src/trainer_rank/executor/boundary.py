@@ -90,6 +90,7 @@ class PassGraph:
         parameters: Parameters that receive gradients.
         map_error: Applied to an exception of the inner backward.
         inside: Entered around the inner backward, whose recompute runs the model again.
+        begin: Told as an inner backward begins.
     """
 
     def __init__(
@@ -100,12 +101,14 @@ class PassGraph:
         parameters: Sequence[Tensor],
         map_error: BackwardGuard,
         inside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._sources = tuple(sources)
         self._owners = tuple(owners)
         self._parameters = tuple(parameters)
         self._map_error = map_error
         self._inside = inside
+        self._begin = begin
         self._waiting = set(waiting)
         self._spent: set[int] = set()
         self._closed = False
@@ -125,6 +128,7 @@ class PassGraph:
             )
         waiting = self._waiting - given
         keep = retain or bool(waiting)
+        self._begin()
         try:
             with self._inside():
                 buffers = self._own(self._inner(grads, keep=keep))

@@ -75,6 +75,7 @@ def run_forward(
     map_error: BackwardGuard,
     mark: Marker = _silent,
     begin_call: Marker = _silent,
+    begin_backward: Callable[[], None] = lambda: None,
 ) -> PassResult:
     """Run the forward of one pass.
 
@@ -85,6 +86,7 @@ def run_forward(
         map_error: Applied to an exception of a later backward.
         mark: Told which phase begins.
         begin_call: Told as each chunk of the head begins, here and in a later backward.
+        begin_backward: Told as an inner backward begins.
     """
     parameters = () if work.no_grad else runtime.parameters_of(work.adapter)
     inside = partial(runtime.using, work.adapter)
@@ -110,7 +112,7 @@ def run_forward(
         graph, pieces = None, tuple(made.pieces)
     else:
         waiting = {owner for owner, pending in zip(made.owners, made.pending, strict=True) if pending}
-        graph = PassGraph(made.sources, made.owners, waiting, parameters, map_error, inside)
+        graph = PassGraph(made.sources, made.owners, waiting, parameters, map_error, inside, begin_backward)
         del scored
         pieces = attach(graph, made.pieces)
     found: list[dict[str, Tensor]] = [{} for _ in work.indices]

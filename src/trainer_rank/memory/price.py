@@ -65,6 +65,8 @@ class Observation:
         packed_rows, logical_tokens, head_rows, num_segments, num_requests: Features of the pass.
         peak_bytes: Measured peak of new device memory, above what was resident at admission.
         peak_resident_bytes: Measured peak of everything resident, where the device reports it.
+        phase: Phase of the measured peak: ``forward`` (head included), ``loss`` (the caller's) or ``backward``.
+        caller_bytes: Measured peak of what the caller's loss added before backward; None without a backward.
     """
 
     packed_rows: int
@@ -74,6 +76,8 @@ class Observation:
     num_requests: int
     peak_bytes: int
     peak_resident_bytes: int | None
+    phase: str = "forward"
+    caller_bytes: int | None = None
 
 
 def combine(prices: Sequence[Price], *, left_bytes: int = 0) -> Price:

@@ -90,7 +90,8 @@ def admission_record(
         phase=verdict.price.phase,
         layer=verdict.price.layer,
         budget=asdict(verdict.budget),
-        facts=asdict(facts),
+        # Lists, as JSON has no tuples.
+        facts={**asdict(facts), "adapters": list(facts.adapters)},
     )
 
 

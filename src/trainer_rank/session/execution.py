@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+import warnings
+from collections.abc import Callable, Generator
+from typing import Final
 
 from trainer_rank.admission import Admission
 from trainer_rank.executor.oom import map_out_of_memory
 from trainer_rank.executor.run import PassResult, run_forward
 from trainer_rank.memory import Observation
-from trainer_rank.meters import Meter, Reading
+from trainer_rank.meters import Meter
 from trainer_rank.planner import PassWork
 from trainer_rank.requests import Flat, Normaliser, cut
 from trainer_rank.runtime import Runtime
 from trainer_rank.session.candidates import Candidate
 from trainer_rank.session.decisions import Decisions
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
+from trainer_rank.session.peaks import PeakWatch
 from trainer_rank.session.split import SplitRange
+from trainer_rank.units import format_bytes
+
+_PER_REQUEST: Final = 1024
+"""Bytes per request that no one has to declare: a loss makes some scalars of each, as the built-in ones do."""
 
 
 class Execution:
@@ -27,16 +34,27 @@ class Execution:
         meter: Measures the device.
         decisions: Told of each candidate and of what it needed.
         head_chunk_rows: Rows that meet the vocabulary projection at a time.
+        caller_bytes_per_token: What is set aside for the caller's loss now, per logical token.
 
     Attributes:
         last_observation: Of the micro-batch that was done last; None before the first.
     """
 
-    def __init__(self, runtime: Runtime, meter: Meter, decisions: Decisions, *, head_chunk_rows: int) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        meter: Meter,
+        decisions: Decisions,
+        *,
+        head_chunk_rows: int,
+        caller_bytes_per_token: Callable[[], int],
+    ) -> None:
         self._runtime = runtime
         self._meter = meter
         self._decisions = decisions
         self._head_chunk_rows = head_chunk_rows
+        self._caller_bytes_per_token = caller_bytes_per_token
+        self._warned = False
         self.last_observation: Observation | None = None
 
     def run(
@@ -49,23 +67,32 @@ class Execution:
         Raises:
             TrainerRankMemoryError: It ran out of memory.
         """
-        begin, clock = self._meter.read(), time.perf_counter()
+        clock = time.perf_counter()
         number = self._decisions.admission(candidate, verdict)
-        self._meter.reset_peak()
-        micro_batch = self._micro_batch(flat, rule, candidate, verdict, split)
+        watch = PeakWatch(self._meter)
+        micro_batch = self._micro_batch(flat, rule, candidate, verdict, split, watch)
+        watch.outputs_done()
         try:
             yield micro_batch
         finally:
-            observed = self._observe(candidate, begin)
+            watch.finish()
+            observed = _observation(candidate, watch)
             micro_batch.observed = self.last_observation = observed
+            self._check_caller(observed)
             self._decisions.observation(number, observed, verdict, seconds=time.perf_counter() - clock)
 
     def _micro_batch(
-        self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission, split: tuple[SplitRange, ...]
+        self,
+        flat: Flat,
+        rule: Normaliser,
+        candidate: Candidate,
+        verdict: Admission,
+        split: tuple[SplitRange, ...],
+        watch: PeakWatch,
     ) -> MicroBatch:
         found: dict[int, Result] = dict.fromkeys(candidate.indices, Result())
         for work in candidate.works:
-            result = self._forward(work, verdict)
+            result = self._forward(work, verdict, watch)
             found.update(
                 (index, Result.of(outputs)) for index, outputs in zip(work.indices, result.outputs, strict=True)
             )
@@ -82,7 +109,7 @@ class Execution:
             split=split,
         )
 
-    def _forward(self, work: PassWork, verdict: Admission) -> PassResult:
+    def _forward(self, work: PassWork, verdict: Admission, watch: PeakWatch) -> PassResult:
         phase = "forward"
 
         def mark(name: str) -> None:
@@ -94,7 +121,12 @@ class Execution:
 
         try:
             return run_forward(
-                self._runtime, work, head_chunk_rows=self._head_chunk_rows, map_error=map_error, mark=mark
+                self._runtime,
+                work,
+                head_chunk_rows=self._head_chunk_rows,
+                map_error=map_error,
+                mark=mark,
+                begin_backward=watch.backward_begins,
             )
         except Exception as error:
             mapped = map_out_of_memory(error, admission=verdict, phase=phase)
@@ -102,14 +134,33 @@ class Execution:
                 raise
             raise mapped from error
 
-    def _observe(self, candidate: Candidate, begin: Reading) -> Observation:
-        now = self._meter.read()
-        return Observation(
-            packed_rows=sum(work.batch.packed_rows for work in candidate.works),
-            logical_tokens=sum(work.batch.logical_tokens for work in candidate.works),
-            head_rows=sum(work.head.num_rows for work in candidate.works),
-            num_segments=sum(work.batch.num_segments for work in candidate.works),
-            num_requests=sum(len(work.indices) for work in candidate.works),
-            peak_bytes=max(0, now.peak_allocated_bytes - begin.allocated_bytes),
-            peak_resident_bytes=now.peak_resident_bytes,
-        )
+    def _check_caller(self, observed: Observation) -> None:
+        """Warn, once, of a loss that needs more than was set aside for it: prices are short by what is missing."""
+        if self._warned or observed.caller_bytes is None or not observed.logical_tokens:
+            return
+        declared = self._caller_bytes_per_token()
+        allowed = declared * observed.logical_tokens + _PER_REQUEST * observed.num_requests
+        if observed.caller_bytes > allowed:
+            self._warned = True
+            needed = -(-observed.caller_bytes // observed.logical_tokens)
+            warnings.warn(
+                f"caller_above_declaration: the caller's loss needed {format_bytes(observed.caller_bytes)} of its own, "
+                f"{needed} bytes per logical token, and caller_bytes_per_token is {declared}; prices are short by the "
+                "difference. Declare it, or have it found with rank.trace_loss(loss, example_requests)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def _observation(candidate: Candidate, watch: PeakWatch) -> Observation:
+    return Observation(
+        packed_rows=sum(work.batch.packed_rows for work in candidate.works),
+        logical_tokens=sum(work.batch.logical_tokens for work in candidate.works),
+        head_rows=sum(work.head.num_rows for work in candidate.works),
+        num_segments=sum(work.batch.num_segments for work in candidate.works),
+        num_requests=sum(len(work.indices) for work in candidate.works),
+        peak_bytes=watch.peak_bytes,
+        peak_resident_bytes=watch.peak_resident_bytes,
+        phase=watch.phase,
+        caller_bytes=watch.caller_bytes,
+    )

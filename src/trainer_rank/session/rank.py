@@ -92,7 +92,6 @@ class TrainerRank:
         self._max_packed_tokens = max_packed_tokens
         self._layout = layout
         decisions = Decisions(runtime, on_decision)
-        self._execution = Execution(runtime, self.meter, decisions, head_chunk_rows=head_chunk_rows)
         self._open: Generator[MicroBatch] | None = None
         self._optimizer = Optimizer(runtime.trainable_parameters())
         self._pricer = EnvelopePricer(
@@ -100,6 +99,13 @@ class TrainerRank:
             head_chunk_rows=head_chunk_rows,
             caller_bytes_per_token=caller_bytes_per_token,
             store=EnvelopeStore(default_folder()),
+        )
+        self._execution = Execution(
+            runtime,
+            self.meter,
+            decisions,
+            head_chunk_rows=head_chunk_rows,
+            caller_bytes_per_token=lambda: self._pricer.caller_bytes_per_token,
         )
         self._gate = Gate(
             runtime,
