@@ -48,7 +48,7 @@ def models(count: int) -> Iterator[tuple[str, TransformersRuntime, list[list[Req
         config = family(
             hidden_size=hidden, num_hidden_layers=draw.choice([2, 4, 6]), num_attention_heads=max(2, hidden // 128),
             num_key_value_heads=max(1, hidden // 512), head_dim=128, intermediate_size=hidden * draw.choice([2, 3]),
-            vocab_size=draw.choice([5_000, 50_000, 151_936]), tie_word_embeddings=False,
+            max_position_embeddings=16_384, vocab_size=draw.choice([5_000, 50_000, 151_936]), tie_word_embeddings=False,
         )  # fmt: skip
         lora = LoraConfig(r=16, target_modules=["q_proj", "v_proj", "down_proj"]) if draw.random() < 0.7 else None
         recompute = draw.choice(["full", "none"])

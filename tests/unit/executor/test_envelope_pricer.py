@@ -211,13 +211,16 @@ def test_a_folder_that_cannot_be_written_costs_only_time(envelope: Envelope, tmp
         EnvelopeStore(blocked / "below").save({}, envelope)
 
 
-def test_an_envelope_that_fails_its_check_is_not_used(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("percent", [99, 102], ids=["too low", "too high"])
+def test_an_envelope_that_fails_its_check_is_not_used(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, percent: int
+) -> None:
     """Held-out passes decide; the pass is then run dry, and the user is told why."""
     honest = envelope_pricer.solve
 
     def bent(*args: object, **options: object) -> Envelope:
         made = honest(*args, **options)  # type: ignore[arg-type]
-        pieces = tuple(replace(piece, terms=piece.terms * 102 // 100) for piece in made.pieces)
+        pieces = tuple(replace(piece, terms=piece.terms * percent // 100) for piece in made.pieces)
         return replace(made, pieces=pieces)
 
     monkeypatch.setattr(envelope_pricer, "solve", bent)
@@ -248,8 +251,9 @@ def test_a_few_shapes_are_run_dry_before_an_envelope_is_made(
     assert [pricer.price(one) for one in (works[0], works[0], works[1])] == before
 
 
-def test_moments_name_their_phase_and_layer(envelope: Envelope) -> None:
-    """What an explanation needs: the phase, and the layer where there is one."""
+def test_moments_name_their_phase_and_layer(runtime: Runtime, envelope: Envelope) -> None:
+    """What an explanation needs: the phase, with recompute told from backward, and the layer where there is one."""
     named = {piece.phase for piece in envelope.pieces}
     assert {"forward", "head", "loss", "backward"} <= named
+    assert ("recompute" in named) == (runtime.recompute == "full")
     assert all(isinstance(piece, Piece) and piece.layer in (None, 0, 3) for piece in envelope.pieces)

@@ -121,10 +121,46 @@ def test_the_shape_does_not_depend_on_the_tokens() -> None:
         ([[1, 2, 3], [1, 5, 4]], {}),
         ([[1, 2, 3]], {}),
         ([[1, 2, 3], [1, 2, 4]], {"no_grad": True}),
-        ([[1, 2, 3], [1, 2, 4]], {"adapter": "other"}),
+        ([[1, 2, 3], [1, 2, 4]], {"top_k": 2}),
+        ([[1, 2, 3], [1, 2, 4]], {"logits": True, "at": [1]}),
+        ([[1, 2, 3], [1, 2, 4]], {"hidden_states": True}),
         ([[1, 2, 3], [1, 2, 4]], {"trained": [False, False, True]}),
     ],
 )
 def test_whatever_changes_the_memory_changes_the_shape(rows: list[list[int]], fields: dict[str, object]) -> None:
     """Lengths, branching, grad mode, adapter and scored labels are all in the key."""
     assert shape_key(rows, **fields) != shape_key([[1, 2, 3], [1, 2, 4]])
+
+
+def test_another_adapter_is_another_shape() -> None:
+    """Its matrices may have another rank, and other targets."""
+    requests = [Request.next_token([1, 2, 3])]
+    assert pass_work(requests, [0], adapter="other").shape_key != pass_work(requests, [0]).shape_key
+
+
+def test_rows_of_every_output_are_found_through_the_layout() -> None:
+    """Ranked rows are ranked once for the largest k; hidden states and logits come request by request."""
+    requests = [
+        Request(tokens=[1, 2, 3], top_k=2, at=[1, 0]),
+        Request(tokens=[1, 2, 4], top_k=3, hidden_states=True, at=[2, 1]),
+        Request(tokens=[1, 2], logits=True),
+        Request(tokens=[7], labels=[-100]),
+    ]
+    work = pass_work(requests, range(4), Layout.full_sharing())
+    # Packed: 1 2 shared, then 3 and 4; the last request computes nothing.
+    assert work.batch.packed_rows == 4
+    place = {(request, position): int(work.batch.request_rows(request)[position]) for request in (0, 1) for position in
+             range(3)}  # fmt: skip
+    top = work.head.top
+    assert top.k == 3
+    assert work.head.rows[top.rows].tolist() == sorted({place[0, 0], place[0, 1], place[1, 2]})
+    ranked = work.head.rows[top.rows].tolist()
+    wanted = [(place[0, 1], 2), (place[0, 0], 2), (place[1, 2], 3), (place[1, 1], 3)]
+    assert top.take.tolist() == [ranked.index(row) * 3 + rank for row, k in wanted for rank in range(k)]
+    assert top.shapes == ((2, 2), (2, 3), (0, 0), (0, 0))
+    assert work.hidden.rows.tolist() == [place[1, 2], place[1, 1]]
+    assert work.hidden.sizes == (0, 2, 0, 0)
+    assert work.logits.rows.tolist() == [place[0, 0], place[0, 1]]
+    assert work.logits.sizes == (0, 0, 2, 0)
+    assert work.head.shapes == ((0,), (0,), (0,), (1,))
+    assert not work.scores_only
