@@ -1,0 +1,138 @@
+"""What observations add to a price: a one-sided fit of the difference, with an intercept, slopes and a margin.
+
+A price comes from a trace of the code that will run, so what is left to learn is small: what kernels allocate inside,
+what a library keeps. It is learned as ``observed - predicted`` of joint observations, never as a ratio of two maxima
+seen in different passes: a fixed cost then stays a fixed cost, and one small pass with a large one says nothing about
+a large pass.
+
+    extra(rows, tokens) = max(0, intercept + per_row * rows + per_token * tokens) + margin
+
+is, of all such functions with coefficients that are not negative and that no observation exceeds, the one that exceeds
+the observations least in sum; of several, the one that grows least. (A linear programme in three unknowns; it is solved
+by trying its corners.) The margin is what one more observation may be expected to lie above the highest of n: the range
+of what the fit leaves over, divided by the n - 3 observations that three coefficients leave free to differ. Three or
+fewer leave nothing over, and have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEPT: Final = 32
+"""Observations kept per signature: those that hold the fit up, and the latest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One pass as it was predicted and as it was observed, together.
+
+    Attributes:
+        packed_rows, logical_tokens: Its size.
+        predicted_bytes: Price without anything learned.
+        peak_bytes: Measured peak of new memory.
+    """
+
+    packed_rows: int
+    logical_tokens: int
+    predicted_bytes: int
+    peak_bytes: int
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the price was short of; negative when it was more than enough."""
+        return self.peak_bytes - self.predicted_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """What is added to the price of passes of one signature.
+
+    Attributes:
+        seen: The observations it rests on, oldest first, at most ``KEPT``.
+        intercept, per_row, per_token: Bytes, bytes per packed row and per logical token; none of them negative.
+        margin: Bytes for the next observation.
+    """
+
+    seen: tuple[Seen, ...] = ()
+    intercept: float = 0.0
+    per_row: float = 0.0
+    per_token: float = 0.0
+    margin: float = field(default=0.0)
+
+    def extra_bytes(self, packed_rows: int, logical_tokens: int) -> int:
+        """Return what is added for a pass of this size; 0 when no observation was short of anything."""
+        if not any(one.missing_bytes > 0 for one in self.seen):
+            return 0
+        fitted = self.intercept + self.per_row * packed_rows + self.per_token * logical_tokens
+        return int(np.ceil(fitted + self.margin))
+
+    def observe(self, one: Seen) -> Residual:
+        """Return the residual with one more observation."""
+        return fit((*self.seen, one))
+
+
+def fit(seen: Iterable[Seen]) -> Residual:
+    """Return the residual of observations, of which it keeps ``KEPT``."""
+    known = tuple(seen)
+    coefficients = _upper_fit(known)
+    left = _left_over(known, coefficients)
+    kept = _kept(known, left)
+    short = [one.missing_bytes for one in known if one.missing_bytes > 0]
+    free = len(known) - 3
+    margin = float(left.max() - left.min()) / free if short and free > 0 else 0.0
+    intercept, per_row, per_token = (float(value) for value in coefficients)
+    return Residual(seen=kept, intercept=intercept, per_row=per_row, per_token=per_token, margin=margin)
+
+
+def _design(seen: Sequence[Seen]) -> NDArray[np.float64]:
+    return np.array([[1, one.packed_rows, one.logical_tokens] for one in seen], dtype=np.float64).reshape(-1, 3)
+
+
+def _missing(seen: Sequence[Seen]) -> NDArray[np.float64]:
+    # A price that was more than enough teaches nothing: the fit is not pulled below 0.
+    return np.array([max(0, one.missing_bytes) for one in seen], dtype=np.float64)
+
+
+def _left_over(seen: Sequence[Seen], coefficients: NDArray[np.float64]) -> NDArray[np.float64]:
+    left: NDArray[np.float64] = _design(seen) @ coefficients - _missing(seen)
+    return left
+
+
+def _upper_fit(seen: Sequence[Seen]) -> NDArray[np.float64]:
+    """Return (3,) intercept and slopes: the corner of the feasible set that exceeds the observations least."""
+    missing = _missing(seen)
+    if not missing.any():
+        return np.zeros(3)
+    scale = np.array([1.0, max(one.packed_rows for one in seen) or 1, max(one.logical_tokens for one in seen) or 1])
+    unit = float(missing.max())
+    rows = np.unique(np.column_stack([_design(seen) / scale, missing / unit]), axis=0)
+    # Each observation from below, and each coefficient from below by 0.
+    sides = np.vstack([rows, np.column_stack([np.eye(3), np.zeros(3)])])
+    chosen = np.array(list(combinations(range(len(sides)), 3)))
+    matrices, values = sides[chosen][:, :, :3], sides[chosen][:, :, 3]
+    solvable = np.abs(np.linalg.det(matrices)) > 1e-9
+    corners = np.linalg.solve(matrices[solvable], values[solvable][..., None])[..., 0]
+    feasible = (corners @ sides[:, :3].T >= sides[:, 3] - 1e-9).all(1)
+    corners = np.maximum(corners[feasible], 0.0)
+    exceeded = np.round(corners @ (_design(seen) / scale).sum(0), 9)
+    growth = np.round(corners[:, 1:].sum(1), 9)
+    best = corners[np.lexsort((growth, exceeded))[0]]
+    found: NDArray[np.float64] = best * unit / scale
+    return found
+
+
+def _kept(seen: Sequence[Seen], left: NDArray[np.float64]) -> tuple[Seen, ...]:
+    """Return what is kept of the observations: first those that hold the fit up, then the latest, in order."""
+    if len(seen) <= KEPT:
+        return tuple(seen)
+    number = np.arange(len(seen))
+    tightest = set(np.lexsort((-number, np.round(left, 3)))[: KEPT // 2].tolist())
+    latest = [index for index in reversed(number.tolist()) if index not in tightest]
+    chosen = sorted(tightest | set(latest[: KEPT - len(tightest)]))
+    return tuple(seen[index] for index in chosen)

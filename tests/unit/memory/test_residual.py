@@ -1,0 +1,124 @@
+"""What observations add to a price, against a naive search and against the incidents that made it necessary."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer_rank.memory.residual import KEPT, Residual, Seen, fit
+from trainer_rank.units import GIB, MIB
+
+
+def seen(rows: int, missing: int, *, tokens: int | None = None, predicted: int = 10**9) -> Seen:
+    """A pass whose price was short of ``missing`` bytes."""
+    return Seen(
+        packed_rows=rows, logical_tokens=rows if tokens is None else tokens, predicted_bytes=predicted,
+        peak_bytes=predicted + missing,
+    )  # fmt: skip
+
+
+def test_nothing_seen_adds_nothing() -> None:
+    """Nor does a price that was always enough."""
+    assert Residual().extra_bytes(10_000, 10_000) == 0
+    enough = fit([seen(100, -5), seen(5000, -MIB)])
+    assert enough.extra_bytes(10_000, 10_000) == 0
+
+
+def test_a_fixed_cost_and_a_rate_are_told_apart() -> None:
+    """The documents' fit, 66.6 MiB and 459,782 bytes per packed row, from data made so, and no margin on exact data."""
+    fixed, rate = int(66.6 * MIB), 459_782
+    draw = np.random.default_rng(0)
+    rows = draw.integers(500, 17_000, 20).tolist()
+    found = fit(seen(one, fixed + rate * one, tokens=one * int(draw.integers(1, 9)), predicted=0) for one in rows)
+    assert found.intercept == pytest.approx(fixed, rel=1e-6)
+    assert found.per_row == pytest.approx(rate, rel=1e-9)
+    assert found.per_token == pytest.approx(0, abs=1e-3)
+    assert found.margin < 10
+    assert found.extra_bytes(16_205, 109_065) == pytest.approx(fixed + rate * 16_205, rel=1e-9)
+
+
+def test_a_short_warm_up_does_not_poison_a_long_pass() -> None:
+    """27 tokens that needed 1 GiB more than priced are a fixed cost of 1 GiB until a longer pass says otherwise."""
+    found = Residual().observe(seen(27, GIB))
+    assert found.extra_bytes(20_000, 20_000) == pytest.approx(GIB, abs=4)
+    later = found.observe(seen(20_000, GIB))
+    assert later.extra_bytes(20_000, 20_000) == pytest.approx(GIB, abs=4)
+    assert later.extra_bytes(27, 27) == pytest.approx(GIB, abs=4)
+
+
+def test_a_large_observation_that_was_priced_right_blocks_nothing() -> None:
+    """129 GB observed where 129 GB were predicted teach nothing; the smaller pass costs its own price."""
+    found = Residual().observe(seen(73_696, 0, predicted=129 * 10**9))
+    assert found.extra_bytes(21_487, 21_487) == 0
+
+
+def test_a_large_observation_that_was_priced_wrong_charges_a_smaller_pass_no_more_than_its_share() -> None:
+    """What grew with rows in what was seen grows with rows."""
+    found = fit([seen(1000, 10**6), seen(70_000, 70 * 10**6)])
+    assert found.extra_bytes(21_487, 21_487) == pytest.approx(21_487 * 1000, rel=1e-3)
+
+
+observations = st.lists(
+    st.builds(
+        lambda rows, sharing, missing: seen(rows, missing, tokens=rows * sharing),
+        st.integers(1, 20_000),
+        st.integers(1, 20),
+        st.integers(-(10**6), 10**9),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(observations)
+def test_no_observation_lies_above_the_fit(batch: list[Seen]) -> None:
+    """And bigger passes never get less."""
+    found = fit(batch)
+    for one in batch:
+        assert found.extra_bytes(one.packed_rows, one.logical_tokens) >= one.missing_bytes - 1 - 1e-5 * 10**9
+        assert found.extra_bytes(one.packed_rows + 100, one.logical_tokens + 100) >= found.extra_bytes(
+            one.packed_rows, one.logical_tokens
+        )
+
+
+@settings(deadline=None, max_examples=60)
+@given(observations)
+def test_no_function_of_a_grid_exceeds_the_observations_less(batch: list[Seen]) -> None:
+    """The naive twin: all coefficients on a grid that are feasible; none has a smaller sum."""
+    found = fit(batch)
+    missing = np.array([max(0, one.missing_bytes) for one in batch], dtype=float)
+    design = np.array([[1, one.packed_rows, one.logical_tokens] for one in batch], dtype=float)
+    ours = float((design @ np.array([found.intercept, found.per_row, found.per_token]) - missing).sum())
+    top = missing.max()
+    steps = np.linspace(0, 1, 9)
+    for a, b, c in itertools.product(steps, steps, steps):
+        naive = np.array([a * top, b * top / design[:, 1].max(), c * top / design[:, 2].max()])
+        left = design @ naive - missing
+        if (left >= 0).all():
+            assert ours <= float(left.sum()) + 1e-6 * (1 + top) * len(batch)
+
+
+def test_the_margin_shrinks_as_observations_agree() -> None:
+    """It is what they leave over, divided by how many are free to differ."""
+    draw = np.random.default_rng(1)
+    margins = []
+    for count in (5, 12, 30):
+        noise = draw.integers(0, 10 * MIB, count).tolist()
+        margins.append(fit(seen(1000 * (1 + n % 5), GIB + one) for n, one in enumerate(noise)).margin)
+    assert margins[0] > margins[1] > margins[2] > 0
+
+
+def test_memory_is_bounded_and_what_holds_the_fit_up_stays() -> None:
+    """However many passes run, the worst of them is not forgotten."""
+    found = Residual().observe(seen(1000, 50 * MIB)).observe(seen(10_000, 500 * MIB))
+    before = found.extra_bytes(10_000, 10_000)
+    for number in range(3 * KEPT):
+        found = found.observe(seen(500 + number, 10))
+    assert len(found.seen) == KEPT
+    assert found.extra_bytes(10_000, 10_000) >= 500 * MIB
+    assert found.extra_bytes(10_000, 10_000) <= 1.1 * before
