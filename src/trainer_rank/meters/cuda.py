@@ -10,7 +10,7 @@ from typing import Final, Protocol, final
 
 from trainer_rank.errors import MeterError
 from trainer_rank.meters.base import Meter, Reading
-from trainer_rank.meters.waste import expandable_by_environment, waste_bytes, waste_share
+from trainer_rank.meters.waste import SEGMENTS_BYTES, expandable_by_environment, waste_bytes, waste_share
 from trainer_rank.units import format_bytes, parse_bytes
 
 # Kept for library handles and workspaces that no allocator of torch's sees (cuBLAS, NCCL).
@@ -67,8 +67,8 @@ class CudaMeter(Meter):
             device: ``"cuda"`` (the current device) or ``"cuda:<index>"``.
             memory_budget: Bytes that may be in use on the device, other processes included. None: all of it.
             reserve_fraction: Part of the budget kept for what torch's allocator does not see, in [0, 1).
-            waste_fraction: What the allocator may waste, as a share of live bytes. None: by its settings
-                (``meters.waste``).
+            waste_fraction: What the allocator may waste, as a share of live bytes. None: by its settings, and two
+                segments besides (``meters.waste``).
             counters: Where the numbers come from. None: torch.
 
         Raises:
@@ -90,6 +90,8 @@ class CudaMeter(Meter):
                 f"{format_bytes(total)}; lower it or leave it out"
             )
         self._budget_bytes = budget
+        # A caller who gives the share means all of it.
+        self._waste_fixed = SEGMENTS_BYTES if waste_fraction is None else 0
         self._waste_fraction = waste_share(expandable_by_environment()) if waste_fraction is None else waste_fraction
         self._reserve_bytes = int(budget * reserve_fraction)
         self._total_bytes = total
@@ -110,7 +112,7 @@ class CudaMeter(Meter):
         free = self._counters.free_bytes()
         resident = self._total_bytes - free
         available = max(0, min(free, self._budget_bytes - resident) - self._reserve_bytes)
-        waste = waste_bytes(available, self._waste_fraction)
+        waste = waste_bytes(available, self._waste_fraction, self._waste_fixed)
         return Reading(
             allocated_bytes=self._counters.allocated_bytes(),
             reserved_bytes=self._counters.reserved_bytes(),

@@ -21,7 +21,7 @@ from trainer_rank.memory import AllocatorOutOfMemoryError, AllocatorSettings, Ca
 from trainer_rank.meters.base import Meter, Reading
 from trainer_rank.meters.devices import Device, find_device
 from trainer_rank.meters.storages import StorageWatch, Vanish, run_without_mode
-from trainer_rank.meters.waste import waste_bytes, waste_share
+from trainer_rank.meters.waste import SEGMENTS_BYTES, waste_bytes, waste_share
 from trainer_rank.units import format_bytes, parse_bytes
 
 RESERVE_FRACTION: Final = 0.01
@@ -51,8 +51,8 @@ class Simulated(Meter):
         memory_budget: Bytes that may be in use on the device, weights included; None is all the device has. From the
             first ``prepare`` on, the allocator is held to it.
         settings: Of the caching allocator; None is torch's default.
-        waste_fraction: What the allocator may waste, as a share of live bytes; None is by its settings
-            (``meters.waste``).
+        waste_fraction: What the allocator may waste, as a share of live bytes; None is by its settings, and two
+            segments besides (``meters.waste``).
 
     Raises:
         ConfigError: The device is unknown.
@@ -84,6 +84,8 @@ class Simulated(Meter):
         capacity = max(1, total - self._outside_bytes - workspace)
         self._mode = _Allocations(CachingAllocator(capacity, settings), self.gpu)
         expandable = self._allocator.settings.expandable_segments
+        # A caller who gives the share means all of it.
+        self._waste_fixed = SEGMENTS_BYTES if waste_fraction is None else 0
         self._waste_fraction = waste_share(expandable) if waste_fraction is None else waste_fraction
         self._fraction = self._allocator.settings.memory_fraction
         self._entered = ExitStack()
@@ -137,7 +139,7 @@ class Simulated(Meter):
         if self._fraction is not None:
             allowed = int(self._fraction * allocator.capacity_bytes) - allocator.reserved_bytes
             available = min(available, allowed - self._reserve_bytes)
-        waste = waste_bytes(available, self._waste_fraction)
+        waste = waste_bytes(available, self._waste_fraction, self._waste_fixed)
         return Reading(
             allocated_bytes=allocator.allocated_bytes,
             reserved_bytes=allocator.reserved_bytes,

@@ -11,11 +11,18 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from trainer_rank.units import MIB
+
 CUT_SEGMENTS: Final = 0.10
 """Share with torch's default settings."""
 
 EXPANDABLE_SEGMENTS: Final = 0.05
 """Share with ``expandable_segments:True``."""
+
+
+SEGMENTS_BYTES: Final = 40 * MIB
+"""Besides the share: the two segments of 20 MiB of which blocks of up to 10 MiB are cut, each held by a block that
+stays. On a small device this is most of the waste."""
 
 
 def waste_share(expandable: bool) -> float:
@@ -29,6 +36,6 @@ def expandable_by_environment() -> bool:
     return "expandable_segments:true" in said.replace(" ", "").lower()
 
 
-def waste_bytes(free_bytes: int, share: float) -> int:
+def waste_bytes(free_bytes: int, share: float, fixed_bytes: int = 0) -> int:
     """Return the part of ``free_bytes`` that is left for waste when the rest is handed out as live bytes."""
-    return max(0, free_bytes - int(free_bytes / (1 + share)))
+    return max(0, free_bytes - max(0, int((free_bytes - fixed_bytes) / (1 + share))))

@@ -17,7 +17,7 @@ from trainer_rank.errors import ConfigError
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
 from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
 from trainer_rank.meters.devices import Device
-from trainer_rank.meters.waste import CUT_SEGMENTS
+from trainer_rank.meters.waste import CUT_SEGMENTS, SEGMENTS_BYTES
 from trainer_rank.planner import pass_work
 from trainer_rank.planning.bound import GroupSize, at_most
 from trainer_rank.planning.data_set import DataSet
@@ -140,7 +140,7 @@ def test_a_request_that_only_fits_alone_in_its_step_does_not_pass_for_one_that_f
     gradients = make_runtime(options).facts.trainable_bytes
     resident = sum(room.resident.values())
     needed = room.peak_bytes - resident + gradients // 2
-    exact = int((resident + needed * (1 + CUT_SEGMENTS)) / 0.99) + 2
+    exact = int((resident + needed * (1 + CUT_SEGMENTS) + SEGMENTS_BYTES) / 0.99) + 2
     assert make_plan(options, gpu(exact), lambda _: [long]).fits
     report = make_data_set_plan(options, gpu(exact), DataSet(groups=[[long], [long]], groups_per_step=2))
     assert not report.fits
