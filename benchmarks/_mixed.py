@@ -178,9 +178,17 @@ def _outputs(oracle: Any, request: Request) -> list[Tensor]:
     return outputs
 
 
-def _gradient_error(model: Any, wanted: dict[str, Tensor]) -> float:
-    """Return the worst parameter's error over its norm, over the whole gradient's where that is zero but for rounding.
+SMALL = 1e-3
+"""A parameter whose gradient is a smaller part of the whole gradient than this is judged against that part: it is a
+difference of terms that cancel (keys, queries and their norms in requests of a few tokens), rounded as they are.
+"""
 
+
+def _gradient_error(model: Any, wanted: dict[str, Tensor]) -> float:
+    """Return the worst parameter's error over its norm, at least ``SMALL`` of the whole gradient's.
+
+    A parameter whose gradient is zero but for rounding (keys and queries of one-token requests) is judged against the
+    whole gradient.
     A parameter that no request reaches must have no gradient, or one of zeros.
     """
     whole = float(torch.stack([grad.double().norm() for grad in wanted.values()]).norm())
@@ -192,5 +200,5 @@ def _gradient_error(model: Any, wanted: dict[str, Tensor]) -> float:
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         off = float((found - wanted[name]).double().norm())
         rounding = 64 * torch.finfo(parameter.dtype).eps
-        worst = float(np.max([worst, off / (scale if scale > rounding * whole else whole)]))
+        worst = float(np.max([worst, off / (max(scale, SMALL * whole) if scale > rounding * whole else whole)]))
     return worst
