@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -185,6 +186,8 @@ def offering(inner: Meter, available_bytes: int) -> BentMeter:
 
     The real allocator's cap follows, so that a pass that takes more runs out of memory for real.
     """
+    # What earlier ranks left in cycles would count as room once it is collected.
+    gc.collect()
     floor = inner.read().allocated_bytes
 
     def bend(reading: Reading) -> Reading:

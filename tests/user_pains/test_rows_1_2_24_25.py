@@ -13,6 +13,7 @@ from trainer_rank.admission import Budget
 from trainer_rank.cli.main import FAILED, SUCCESS, run
 from trainer_rank.memory import ModelFacts, Price, Term
 from trainer_rank.meters.devices import Device, find_device
+from trainer_rank.meters.waste import SEGMENTS_BYTES
 from trainer_rank.planner import split_greedily
 from trainer_rank.planning.data_set import DataSet
 from trainer_rank.planning.options import Options
@@ -116,7 +117,7 @@ def test_the_long_sample_of_a_data_set_is_known_before_step_1(
     plan = json.loads(capsys.readouterr().out)
     assert plan["data_set"]["longest_request"] == plan["worst"]["packed_rows"] == 4096
     assert plan["data_set"]["heaviest_step"] == [97]
-    capacity = int((plan["peak_bytes"] - plan["worst"]["required_bytes"] // 50) / 0.99)
+    capacity = int((plan["peak_bytes"] + SEGMENTS_BYTES - plan["worst"]["required_bytes"] // 50) / 0.99)
     assert run([*command, "--memory", str(capacity)]) == FAILED
     refused = json.loads(capsys.readouterr().out)
     assert refused["data_set"]["refused"][0]["line"] == 98

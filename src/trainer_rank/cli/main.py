@@ -5,6 +5,7 @@ Errors the library raises on purpose are printed as prose; ``--debug`` shows the
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Final
 
@@ -36,6 +37,7 @@ _EXTRA_MODULES: Final = frozenset(
 
 def main() -> None:
     """Run the command line of this process and exit."""
+    _choose_allocator()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -62,6 +64,15 @@ def run(arguments: list[str]) -> int:
         if "--debug" in arguments:
             raise
         return _say(str(error), WRONG_INPUT if isinstance(error, ConfigError | DataError | RequestError) else FAILED)
+
+
+def _choose_allocator() -> None:
+    """Ask torch for expandable segments, which waste less than cut ones, unless the user chose (``meters.waste``).
+
+    torch reads the variable when it is imported.
+    """
+    if not os.environ.get("PYTORCH_ALLOC_CONF") and not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _say(message: str, status: int) -> int:

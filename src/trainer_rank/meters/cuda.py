@@ -123,7 +123,7 @@ class CudaMeter(Meter):
             peak_resident_since_reset=False,
             budget_bytes=self._budget_bytes,
             reserve_bytes=self._reserve_bytes + waste,
-            available_bytes=available - waste,
+            available_bytes=max(0, available - waste),
         )
 
     def prepare(self, needed_bytes: int | None = None) -> Reading:

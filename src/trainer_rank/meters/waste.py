@@ -13,7 +13,7 @@ from typing import Final
 
 from trainer_rank.units import MIB
 
-CUT_SEGMENTS: Final = 0.10
+CUT_SEGMENTS: Final = 0.15
 """Share with torch's default settings."""
 
 EXPANDABLE_SEGMENTS: Final = 0.05
@@ -37,5 +37,8 @@ def expandable_by_environment() -> bool:
 
 
 def waste_bytes(free_bytes: int, share: float, fixed_bytes: int = 0) -> int:
-    """Return the part of ``free_bytes`` that is left for waste when the rest is handed out as live bytes."""
-    return max(0, free_bytes - max(0, int((free_bytes - fixed_bytes) / (1 + share))))
+    """Return the part of ``free_bytes`` that is left for waste when the rest is handed out as live bytes.
+
+    It is never less than ``fixed_bytes``, and so more than is free where even that is missing.
+    """
+    return max(fixed_bytes, free_bytes - int((free_bytes - fixed_bytes) / (1 + share)))

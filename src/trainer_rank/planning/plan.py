@@ -11,9 +11,10 @@ import torch
 from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
 from trainer_rank.executor.envelope_store import EnvelopeStore, default_folder
-from trainer_rank.memory import Price
+from trainer_rank.memory import AllocatorSettings, Price
 from trainer_rank.meters.devices import Device
 from trainer_rank.meters.simulated_device import Simulated
+from trainer_rank.meters.waste import expandable_by_environment
 from trainer_rank.planner import PassWork, pass_work
 from trainer_rank.planning.bound import at_most
 from trainer_rank.planning.data_set import DataSet, refused_alone
@@ -191,7 +192,8 @@ class _Planned:
 
         if needed > device.usable_bytes:
             return weights_alone("the weights alone do not fit")
-        with Simulated(device) as meter:
+        settings = AllocatorSettings(expandable_segments=expandable_by_environment())
+        with Simulated(device, settings=settings) as meter:
             try:
                 meter.place([*runtime.model.parameters(), *runtime.model.buffers()])
                 reading = meter.read()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from trainer_rank.admission import Admission
+from trainer_rank.errors import MeterError
 from trainer_rank.executor.oom import map_out_of_memory
 from trainer_rank.executor.run import PassResult, run_forward
 from trainer_rank.memory import Observation
@@ -72,14 +74,22 @@ class Execution:
         watch = PeakWatch(self._meter)
         micro_batch = self._micro_batch(flat, rule, candidate, verdict, split, watch)
         watch.outputs_done()
-        try:
-            yield micro_batch
-        finally:
+
+        def measure() -> None:
             watch.finish()
             observed = _observation(candidate, watch)
             micro_batch.observed = self.last_observation = observed
-            self._check_caller(observed)
+            self._check_caller(observed, _output_bytes(micro_batch.results))
             self._decisions.observation(number, observed, verdict, seconds=time.perf_counter() - clock)
+
+        try:
+            yield micro_batch
+        except GeneratorExit:
+            # The caller stopped half way. This runs when the iterator is collected, perhaps after its meter was closed.
+            with contextlib.suppress(MeterError):
+                measure()
+            raise
+        measure()
 
     def _micro_batch(
         self,
@@ -134,12 +144,15 @@ class Execution:
                 raise
             raise mapped from error
 
-    def _check_caller(self, observed: Observation) -> None:
-        """Warn, once, of a loss that needs more than was set aside for it: prices are short by what is missing."""
+    def _check_caller(self, observed: Observation, output_bytes: int) -> None:
+        """Warn, once, of a loss that needs more than was set aside for it: prices are short by what is missing.
+
+        The gradients of the outputs are not the caller's: the pass's own price has them.
+        """
         if self._warned or observed.caller_bytes is None or not observed.logical_tokens:
             return
         declared = self._caller_bytes_per_token()
-        allowed = declared * observed.logical_tokens + _PER_REQUEST * observed.num_requests
+        allowed = declared * observed.logical_tokens + _PER_REQUEST * observed.num_requests + output_bytes
         if observed.caller_bytes > allowed:
             self._warned = True
             needed = -(-observed.caller_bytes // observed.logical_tokens)
@@ -150,6 +163,16 @@ class Execution:
                 RuntimeWarning,
                 stacklevel=4,
             )
+
+
+def _output_bytes(results: Sequence[Result]) -> int:
+    """Return the bytes of everything handed out that a loss can be computed from."""
+    num_bytes = 0
+    for one in results:
+        ranked = None if one.top_k is None else one.top_k.logprobs
+        for tensor in (one.logprobs, ranked, one.logits, one.hidden_states):
+            num_bytes += 0 if tensor is None else tensor.nbytes
+    return num_bytes
 
 
 def _observation(candidate: Candidate, watch: PeakWatch) -> Observation:

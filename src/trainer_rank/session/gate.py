@@ -209,7 +209,7 @@ class Gate:
             f"{format_bytes(reading.reserve_bytes)}; a budget is all bytes on the device, weights included. Set it "
             f"above {format_bytes(needed)}",
             admission=Admission(price=no_price(), budget=budget), refused=True, phase="loading", term="weights",
-            short_bytes=max(0, needed - budget.budget_bytes),
+            short_bytes=max(1, needed - budget.budget_bytes),
         )  # fmt: skip
 
     def read_budget(self) -> Budget:

@@ -124,13 +124,13 @@ def test_names_from_outside_stay_text_in_the_page(tmp_path: Path) -> None:
 
 def test_a_step_that_does_not_fit_exits_with_1(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With the changes that were priced, a shorter completion among them, and a larger device last."""
-    arguments = ["plan", "--model", model, "--memory", "540MiB", "--shape", "prompt=10 completion=8000"]
+    arguments = ["plan", "--model", model, "--memory", "600MiB", "--shape", "prompt=10 completion=8000"]
     assert run([*arguments, "--json"]) == FAILED
     plan = json.loads(capsys.readouterr().out)
     assert not plan["fits"]
     assert plan["short_bytes"] > 0
     changes = [fix["change"] for fix in plan["fixes"]]
-    assert all(fix["after_bytes"] < 540 * MIB for fix in plan["fixes"][:-1])
+    assert all(fix["after_bytes"] < 600 * MIB for fix in plan["fixes"][:-1])
     assert changes[0].startswith("completion: 8,000 -> ")
     assert changes[-1].startswith("device: ")
     # Made, the first change gives the plan it promises.

@@ -180,7 +180,7 @@ def test_a_retry_releases_the_cache_first() -> None:
 
 def test_the_budget_is_a_cap_from_the_first_admission_on() -> None:
     """What is placed before may exceed it, as weights loaded before a meter opens; what comes after may not."""
-    with Simulated(gpu(65 * MIB), "33MiB") as meter:
+    with Simulated(gpu(65 * MIB), "33MiB", waste_fraction=0.0) as meter:
         weights = torch.empty(20 * MIB, dtype=torch.uint8, device="meta")
         reading = meter.prepare()
         assert reading.budget_bytes == 33 * MIB
@@ -192,7 +192,7 @@ def test_the_budget_is_a_cap_from_the_first_admission_on() -> None:
 
 def test_a_memory_fraction_is_honoured_in_what_is_available() -> None:
     """A setting of the allocator limits what an admission may hand out."""
-    with Simulated(gpu(65 * MIB), settings=AllocatorSettings(memory_fraction=0.5)) as meter:
+    with Simulated(gpu(65 * MIB), settings=AllocatorSettings(memory_fraction=0.5), waste_fraction=0.0) as meter:
         assert meter.read().available_bytes == 32 * MIB - meter.read().reserve_bytes
 
 
@@ -348,7 +348,7 @@ def test_a_small_device_splits_and_a_smaller_one_refuses(runtime: TransformersRu
     device.close()
     for share, outcome in ((0.9, "split"), (0.1, "refused")):
         pending = 3 * runtime.facts.trainable_bytes
-        with Simulated(gpu(int(1.01 * (resting + share * required + pending)))) as meter:
+        with Simulated(gpu(int(1.01 * (resting + share * required + pending))), waste_fraction=0.0) as meter:
             meter.place(weights(runtime))
             rank = TrainerRank(runtime, meter=meter, head_chunk_rows=16)
             if outcome == "refused":
