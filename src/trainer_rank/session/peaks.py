@@ -49,18 +49,20 @@ class PeakWatch:
         if self._phase != "loss":
             return
         live = self._live
-        self._end()
-        self.caller_bytes = max(0, self.peaks["loss"] + self._begin - live)
+        # From what was live when the loss began: a forward frees what others left behind, and may end below its begin.
+        self.caller_bytes = max(0, self._end() - live)
         self._phase = "backward"
 
     def finish(self) -> None:
         """Tell that the micro-batch is done."""
         self._end()
 
-    def _end(self) -> None:
+    def _end(self) -> int:
+        """End the phase and return its peak of all allocated bytes."""
         reading = self._meter.read()
         self.peaks[self._phase] = max(0, reading.peak_allocated_bytes - self._begin)
         self._live = reading.allocated_bytes
         if reading.peak_resident_bytes is not None:
             self._resident = max(self._resident or 0, reading.peak_resident_bytes)
         self._meter.reset_peak()
+        return reading.peak_allocated_bytes

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.builders import completions, negative_sum
+from tests.builders import BentMeter, completions, negative_sum
 from tests.unit.session.conftest import NewRank
+from trainer_rank.meters import Reading, open_meter
 from trainer_rank.session import MicroBatch, TrainerRank
+from trainer_rank.session.peaks import PeakWatch
 
 BATCH = completions([40, 60, 50], prompt=100)
 TOKENS = 450
@@ -79,3 +82,23 @@ def test_without_gradients_there_is_no_loss_to_measure(new_rank: NewRank) -> Non
     found = rank.last_observation
     assert found is not None
     assert (found.caller_bytes, found.phase) == (None, "forward")
+
+
+def test_what_a_forward_frees_of_others_is_not_the_callers() -> None:
+    """A meter whose live bytes fall during the forward, when something older is collected."""
+
+    class Told(BentMeter):
+        live, peak = 1000, 1000
+
+        def read(self) -> Reading:
+            return replace(self.inner.read(), allocated_bytes=self.live, peak_allocated_bytes=self.peak)
+
+    with Told(open_meter("cpu"), lambda reading: reading) as told:
+        watch = PeakWatch(told)
+        told.live, told.peak = 400, 1010
+        watch.outputs_done()
+        told.live, told.peak = 420, 430
+        watch.backward_begins()
+        assert watch.caller_bytes == 30
+        watch.finish()
+        assert (watch.peak_bytes, watch.phase) == (10, "forward")
