@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,7 @@ class TransformersRuntime(Runtime):
             raise ConfigError(f"recompute must be 'full' or 'none', got {recompute!r}")
         self._check_head()
         causal.set_attn_implementation(ATTENTION)
-        if recompute == "full":
-            causal.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-        else:
-            causal.activation_checkpointing_disable()
+        self._set_recompute(recompute)
         self._model.train()
         self._parameters: tuple[Tensor, ...] = tuple(p for p in model.parameters() if p.requires_grad)
         self._stands_for = self.device if stands_for is None else stands_for
@@ -256,6 +253,24 @@ class TransformersRuntime(Runtime):
     def using(self, adapter: str | None) -> AbstractContextManager[None]:
         return self._adapters.using(adapter)
 
+    @contextmanager
+    def generating(self) -> Iterator[Any]:
+        """Yield the model as the library knows it, to generate with the weights that are trained.
+
+        Inside, its attention is the library's own, layers are not recomputed, and it is in evaluation mode; nothing
+        may be trained until the context is left, which puts everything back. What generation allocates is not priced.
+        """
+        recompute, training = self.recompute, self._model.training
+        self._causal.set_attn_implementation("sdpa")
+        self._causal.activation_checkpointing_disable()
+        self._model.eval()
+        try:
+            yield self._model
+        finally:
+            self._causal.set_attn_implementation(ATTENTION)
+            self._set_recompute(recompute)
+            self._model.train(training)
+
     def twin(self, num_layers: int) -> TransformersRuntime:
         config = copy.deepcopy(self._causal.config)
         config.num_hidden_layers = num_layers
@@ -305,6 +320,12 @@ class TransformersRuntime(Runtime):
 
     def _layers(self) -> list[nn.Module]:
         return list(self._causal.model.layers)
+
+    def _set_recompute(self, recompute: Recompute) -> None:
+        if recompute == "full":
+            self._causal.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        else:
+            self._causal.activation_checkpointing_disable()
 
     def _check_head(self) -> None:
         head = getattr(self._causal, "lm_head", None)
