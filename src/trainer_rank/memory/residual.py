@@ -44,6 +44,11 @@ class Seen:
     peak_bytes: int
 
     @property
+    def size(self) -> tuple[int, int, int]:
+        """Rows, tokens and price."""
+        return self.packed_rows, self.logical_tokens, self.predicted_bytes
+
+    @property
     def missing_bytes(self) -> int:
         """What the price was short of; negative when it was more than enough."""
         return self.peak_bytes - self.predicted_bytes
@@ -65,12 +70,24 @@ class Residual:
     per_token: float = 0.0
     margin: float = field(default=0.0)
 
-    def extra_bytes(self, packed_rows: int, logical_tokens: int) -> int:
-        """Return what is added for a pass of this size; 0 when no observation was short of anything."""
+    def extra_bytes(self, packed_rows: int, logical_tokens: int, predicted_bytes: int) -> int:
+        """Return what is added for a pass of this size and this price; 0 when no observation was short of anything.
+
+        No pass is charged more than a larger one was seen to need: what ran once is not refused when it, or something
+        smaller, comes again. (A larger one is no smaller in rows, tokens and price. Of contradictory observations of
+        the same size the highest counts.)
+        """
         if not any(one.missing_bytes > 0 for one in self.seen):
             return 0
         fitted = self.intercept + self.per_row * packed_rows + self.per_token * logical_tokens
-        return int(np.ceil(fitted + self.margin))
+        extra = int(np.ceil(fitted + self.margin))
+        asked = (packed_rows, logical_tokens, predicted_bytes)
+        most = [
+            max(below.peak_bytes for below in self.seen if _covers(one, below.size))
+            for one in self.seen
+            if _covers(one, asked)
+        ]
+        return min([extra, *(max(0, peak - predicted_bytes) for peak in most)])
 
     def observe(self, one: Seen) -> Residual:
         """Return the residual with one more observation."""
@@ -88,6 +105,11 @@ def fit(seen: Iterable[Seen]) -> Residual:
     margin = float(left.max() - left.min()) / free if short and free > 0 else 0.0
     intercept, per_row, per_token = (float(value) for value in coefficients)
     return Residual(seen=kept, intercept=intercept, per_row=per_row, per_token=per_token, margin=margin)
+
+
+def _covers(one: Seen, size: tuple[int, int, int]) -> bool:
+    """Return whether an observation is no smaller than a size in any respect."""
+    return all(own >= asked for own, asked in zip(one.size, size, strict=True))
 
 
 def _design(seen: Sequence[Seen]) -> NDArray[np.float64]:

@@ -23,9 +23,9 @@ def seen(rows: int, missing: int, *, tokens: int | None = None, predicted: int =
 
 def test_nothing_seen_adds_nothing() -> None:
     """Nor does a price that was always enough."""
-    assert Residual().extra_bytes(10_000, 10_000) == 0
+    assert Residual().extra_bytes(10_000, 10_000, 10**9) == 0
     enough = fit([seen(100, -5), seen(5000, -MIB)])
-    assert enough.extra_bytes(10_000, 10_000) == 0
+    assert enough.extra_bytes(10_000, 10_000, 10**9) == 0
 
 
 def test_a_fixed_cost_and_a_rate_are_told_apart() -> None:
@@ -38,28 +38,46 @@ def test_a_fixed_cost_and_a_rate_are_told_apart() -> None:
     assert found.per_row == pytest.approx(rate, rel=1e-9)
     assert found.per_token == pytest.approx(0, abs=1e-3)
     assert found.margin < 10
-    assert found.extra_bytes(16_205, 109_065) == pytest.approx(fixed + rate * 16_205, rel=1e-9)
+    assert found.extra_bytes(16_205, 109_065, 0) == pytest.approx(fixed + rate * 16_205, rel=1e-9)
 
 
 def test_a_short_warm_up_does_not_poison_a_long_pass() -> None:
     """27 tokens that needed 1 GiB more than priced are a fixed cost of 1 GiB until a longer pass says otherwise."""
     found = Residual().observe(seen(27, GIB))
-    assert found.extra_bytes(20_000, 20_000) == pytest.approx(GIB, abs=4)
+    assert found.extra_bytes(20_000, 20_000, 10**9) == pytest.approx(GIB, abs=4)
     later = found.observe(seen(20_000, GIB))
-    assert later.extra_bytes(20_000, 20_000) == pytest.approx(GIB, abs=4)
-    assert later.extra_bytes(27, 27) == pytest.approx(GIB, abs=4)
+    assert later.extra_bytes(20_000, 20_000, 10**9) == pytest.approx(GIB, abs=4)
+    assert later.extra_bytes(27, 27, 10**9) == pytest.approx(GIB, abs=4)
 
 
 def test_a_large_observation_that_was_priced_right_blocks_nothing() -> None:
     """129 GB observed where 129 GB were predicted teach nothing; the smaller pass costs its own price."""
     found = Residual().observe(seen(73_696, 0, predicted=129 * 10**9))
-    assert found.extra_bytes(21_487, 21_487) == 0
+    assert found.extra_bytes(21_487, 21_487, 38 * 10**9) == 0
 
 
 def test_a_large_observation_that_was_priced_wrong_charges_a_smaller_pass_no_more_than_its_share() -> None:
     """What grew with rows in what was seen grows with rows."""
     found = fit([seen(1000, 10**6), seen(70_000, 70 * 10**6)])
-    assert found.extra_bytes(21_487, 21_487) == pytest.approx(21_487 * 1000, rel=1e-3)
+    assert found.extra_bytes(21_487, 21_487, 10**9) == pytest.approx(21_487 * 1000, rel=1e-3)
+
+
+def test_a_large_observation_far_above_its_price_blocks_nothing_smaller() -> None:
+    """129 GB where 6 GB were predicted: whatever is smaller is charged no more than the 129 GB that fitted."""
+    found = Residual().observe(seen(73_696, 123 * 10**9, predicted=6 * 10**9))
+    for rows in (53_000, 21_487, 27):
+        predicted = 6 * 10**9 * rows // 73_696
+        assert predicted + found.extra_bytes(rows, rows, predicted) <= 129 * 10**9
+
+
+def test_what_was_seen_to_fit_is_charged_no_more_than_it_took() -> None:
+    """Though another observation raised the fit: the margin and the others' excess stop at its own peak."""
+    found = fit([seen(1000, 900 * MIB), seen(2000, 100 * MIB), seen(3000, 10 * MIB), seen(500, 0), seen(700, 5)])
+    assert found.extra_bytes(3000, 3000, 10**9) == 900 * MIB
+    assert found.extra_bytes(3001, 3001, 10**9) > 900 * MIB
+    # Contradictory observations of one size: the highest counts.
+    twice = fit([seen(1000, MIB), seen(1000, 90 * MIB), seen(1000, 2 * MIB)])
+    assert twice.extra_bytes(1000, 1000, 10**9) == 90 * MIB
 
 
 observations = st.lists(
@@ -80,9 +98,9 @@ def test_no_observation_lies_above_the_fit(batch: list[Seen]) -> None:
     """And bigger passes never get less."""
     found = fit(batch)
     for one in batch:
-        assert found.extra_bytes(one.packed_rows, one.logical_tokens) >= one.missing_bytes - 1 - 1e-5 * 10**9
-        assert found.extra_bytes(one.packed_rows + 100, one.logical_tokens + 100) >= found.extra_bytes(
-            one.packed_rows, one.logical_tokens
+        assert found.extra_bytes(one.packed_rows, one.logical_tokens, 10**9) >= one.missing_bytes - 1 - 1e-5 * 10**9
+        assert found.extra_bytes(one.packed_rows + 100, one.logical_tokens + 100, 10**9) >= found.extra_bytes(
+            one.packed_rows, one.logical_tokens, 10**9
         )
 
 
@@ -116,9 +134,9 @@ def test_the_margin_shrinks_as_observations_agree() -> None:
 def test_memory_is_bounded_and_what_holds_the_fit_up_stays() -> None:
     """However many passes run, the worst of them is not forgotten."""
     found = Residual().observe(seen(1000, 50 * MIB)).observe(seen(10_000, 500 * MIB))
-    before = found.extra_bytes(10_000, 10_000)
+    before = found.extra_bytes(10_000, 10_000, 10**9)
     for number in range(3 * KEPT):
         found = found.observe(seen(500 + number, 10))
     assert len(found.seen) == KEPT
-    assert found.extra_bytes(10_000, 10_000) >= 500 * MIB
-    assert found.extra_bytes(10_000, 10_000) <= 1.1 * before
+    assert found.extra_bytes(10_000, 10_000, 10**9) >= 500 * MIB
+    assert found.extra_bytes(10_000, 10_000, 10**9) <= 1.1 * before
