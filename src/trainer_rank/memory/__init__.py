@@ -4,10 +4,14 @@ from trainer_rank.memory.allocator import CachingAllocator, ReplayedPeak, replay
 from trainer_rank.memory.allocator_rules import AllocatorOutOfMemoryError, AllocatorSettings, SegmentEvent
 from trainer_rank.memory.bounds import LowerBound, UpperBound
 from trainer_rank.memory.envelope import Envelope, Piece
+from trainer_rank.memory.expert_floor import ExpertLayer, ExpertTypes, expert_bytes_per_row
 from trainer_rank.memory.extrapolate import extrapolate_layers
 from trainer_rank.memory.facts import ModelFacts, Recompute
 from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures, largest_calls, reaches
 from trainer_rank.memory.price import Observation, Price, Term, combine, itemised
+from trainer_rank.memory.profile import ForwardShape, Profile, ProfileModel, gated_delta_net_state_bytes
+from trainer_rank.memory.profile_book import ProfileBook
+from trainer_rank.memory.signature import MemorySignature, RecomputeReading, RecomputeSetting, packed_priced
 from trainer_rank.memory.snapshot import HeldSegment, HistoryEntry, Snapshot, load_snapshot, parse_snapshot
 from trainer_rank.memory.snapshot_check import SnapshotCheck, check_history, check_snapshot
 from trainer_rank.memory.solve import TracedPass, solve
@@ -24,17 +28,26 @@ __all__ = [
     "CallMark",
     "Envelope",
     "Event",
+    "ExpertLayer",
+    "ExpertTypes",
+    "ForwardShape",
     "HeldSegment",
     "HistoryEntry",
     "Instant",
     "LowerBound",
     "Mark",
+    "MemorySignature",
     "ModelFacts",
     "Observation",
     "PassFeatures",
     "Piece",
     "Price",
+    "Profile",
+    "ProfileBook",
+    "ProfileModel",
     "Recompute",
+    "RecomputeReading",
+    "RecomputeSetting",
     "ReplayedPeak",
     "SegmentEvent",
     "Snapshot",
@@ -48,11 +61,14 @@ __all__ = [
     "check_history",
     "check_snapshot",
     "combine",
+    "expert_bytes_per_row",
     "extrapolate_layers",
     "fold",
+    "gated_delta_net_state_bytes",
     "itemised",
     "largest_calls",
     "load_snapshot",
+    "packed_priced",
     "parse_snapshot",
     "reaches",
     "replay",
