@@ -16,6 +16,7 @@ from trainer_rank.memory import ModelFacts, Price, Term
 from trainer_rank.planner import split_greedily
 from trainer_rank.requests import flatten
 from trainer_rank.session.candidates import Candidates
+from trainer_rank.session.pricing import PassByPass
 from trainer_rank.session.units import plan_order
 
 FACTS = ModelFacts(
@@ -31,7 +32,7 @@ def rows_by_pass(lengths: Sequence[int], cap: int) -> list[int]:
     """Packed rows of each pass of requests that share nothing, cut as the rank cuts them when memory never runs out."""
     requests = [Request.next_token([number * 10 + 1] * length) for number, length in enumerate(lengths)]
     (units,) = plan_order(flatten(requests), FACTS)
-    group = Candidates(flatten(requests).leaves, units, lambda work: NOTHING, None, cap, FACTS)
+    group = Candidates(flatten(requests).leaves, units, PassByPass(lambda work: NOTHING, FACTS), None, cap, FACTS)
     ranges = split_greedily(group.num_units, group.within_cap, shared=group.shared_rows)
     assert not isinstance(ranges, int)
     assert sorted(index for one in ranges for index in group.indices(*one)) == list(range(len(lengths)))

@@ -21,6 +21,7 @@ from trainer_rank.planning.plan import make_data_set_plan, make_plan
 from trainer_rank.planning.shape import Shape
 from trainer_rank.requests import flatten
 from trainer_rank.session.candidates import Candidates
+from trainer_rank.session.pricing import PassByPass
 from trainer_rank.session.units import plan_order
 from trainer_rank.units import GIB
 
@@ -55,7 +56,7 @@ def test_no_pass_exceeds_the_cap_in_200_draws() -> None:
         prompt = draw.integers(1, 64, 60)
         flat = flatten([completion(prompt, draw.integers(1, 64, int(length))) for length in lengths])
         (units,) = plan_order(flat, FACTS)
-        group = Candidates(flat.leaves, units, lambda work: nothing, None, CAP, FACTS)
+        group = Candidates(flat.leaves, units, PassByPass(lambda work: nothing, FACTS), None, CAP, FACTS)
         ranges = split_greedily(group.num_units, group.within_cap, shared=group.shared_rows)
         assert not isinstance(ranges, int)
         assert sorted(index for one in ranges for index in group.indices(*one)) == list(range(20))

@@ -67,6 +67,7 @@ class Observation:
         peak_resident_bytes: Measured peak of everything resident, where the device reports it.
         phase: Phase of the measured peak: ``forward`` (head included), ``loss`` (the caller's) or ``backward``.
         caller_bytes: Measured peak of what the caller's loss added before backward; None without a backward.
+        retained_bytes: Measured new bytes still allocated after the forward; None when not measured.
     """
 
     packed_rows: int
@@ -78,6 +79,7 @@ class Observation:
     peak_resident_bytes: int | None
     phase: str = "forward"
     caller_bytes: int | None = None
+    retained_bytes: int | None = None
 
 
 def combine(prices: Sequence[Price], *, left_bytes: int = 0) -> Price:

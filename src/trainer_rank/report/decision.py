@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ class AdmissionRecord:
         verdict: ``admitted`` or ``refused``.
         passes: Features of each pass: rows, tokens, segments, head rows, labels, grad mode, adapter, shape digest.
         recompute: Recompute mode the price holds for.
+        pricing: Name of the pricer, and what it read and had learned when it made the price.
         terms: Bytes by name; they sum to ``charged_bytes``.
         phase, layer: Where the predicted peak falls.
     """
@@ -31,6 +32,7 @@ class AdmissionRecord:
     passes: list[dict[str, Any]]
     requests: list[int]
     recompute: str
+    pricing: dict[str, Any]
     terms: dict[str, int]
     required_bytes: int
     retained_bytes: int
@@ -71,7 +73,13 @@ Record = AdmissionRecord | ObservationRecord
 
 
 def admission_record(
-    number: int, works: Sequence[PassWork], verdict: Admission, *, recompute: str, facts: ModelFacts
+    number: int,
+    works: Sequence[PassWork],
+    verdict: Admission,
+    *,
+    recompute: str,
+    facts: ModelFacts,
+    pricing: Mapping[str, Any],
 ) -> AdmissionRecord:
     """Return the record of a verdict."""
     terms: dict[str, int] = {}
@@ -83,6 +91,7 @@ def admission_record(
         passes=[_features(work) for work in works],
         requests=sorted(index for work in works for index in work.indices),
         recompute=recompute,
+        pricing=dict(pricing),
         terms=terms,
         required_bytes=verdict.price.required_bytes,
         retained_bytes=verdict.price.retained_bytes,

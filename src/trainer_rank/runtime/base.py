@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainer_rank.memory import Call, ModelFacts, Recompute
+from trainer_rank.memory import Call, ModelFacts, Recompute, RecomputeReading, RecomputeSetting
+from trainer_rank.memory.signature import ONE_LAYER
 from trainer_rank.prefix import PackedBatch
 
 
@@ -57,6 +58,12 @@ class Runtime(ABC):
     @abstractmethod
     def recompute(self) -> Recompute:
         """What the live model does now; read again at every pricing."""
+
+    @property
+    def recompute_reading(self) -> RecomputeReading:
+        """What the live model says about recompute and training mode now; read again at every pricing."""
+        setting = ONE_LAYER if self.recompute == "full" else RecomputeSetting()
+        return RecomputeReading(decoder=setting, decoder_training=True, built_with=setting, all_training=True)
 
     @abstractmethod
     def forward(self, batch: PackedBatch) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from trainer_rank.errors import ConfigError, UnsupportedModelError
-from trainer_rank.memory import Call, ModelFacts, Recompute
+from trainer_rank.memory import Call, ModelFacts, Recompute, RecomputeReading, RecomputeSetting
+from trainer_rank.memory.signature import ONE_LAYER
 from trainer_rank.prefix import PackedBatch
 from trainer_rank.runtime.adapters import Adapters, Lora, adapted, adapters_by_name, plain_entries
 from trainer_rank.runtime.attention import (
@@ -37,6 +38,7 @@ from trainer_rank.runtime.attention import (
 )
 from trainer_rank.runtime.base import Observer, Runtime
 from trainer_rank.runtime.identity import identity_of
+from trainer_rank.runtime.recompute import read_recompute
 from trainer_rank.runtime.support import check_supported
 from trainer_rank.runtime.transfer import to_device
 
@@ -97,6 +99,7 @@ class TransformersRuntime(Runtime):
         self._check_head()
         causal.set_attn_implementation(ATTENTION)
         self._set_recompute(recompute)
+        self._built_with = ONE_LAYER if recompute == "full" else RecomputeSetting()
         self._model.train()
         self._parameters: tuple[Tensor, ...] = tuple(p for p in model.parameters() if p.requires_grad)
         self._stands_for = self.device if stands_for is None else stands_for
@@ -185,6 +188,10 @@ class TransformersRuntime(Runtime):
     def recompute(self) -> Recompute:
         active = self._causal.is_activation_checkpointing and all(layer.training for layer in self._layers())
         return "full" if active else "none"
+
+    @property
+    def recompute_reading(self) -> RecomputeReading:
+        return read_recompute(self._causal, self._layers(), self._built_with)
 
     @property
     def signature(self) -> Mapping[str, object]:

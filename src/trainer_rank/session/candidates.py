@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer_rank.admission import Admission, Budget, admit
-from trainer_rank.memory import ModelFacts, Price, Term, combine
+from trainer_rank.memory import LowerBound, ModelFacts, Price, Term
 from trainer_rank.planner import PassWork, pass_work
 from trainer_rank.prefix import Layout
 from trainer_rank.requests import Request
+from trainer_rank.session.pricing import Forward, Pricer
 from trainer_rank.session.units import PassKey, Unit, pass_key
-
-Pricer = Callable[[PassWork], Price]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,15 +22,20 @@ class Candidate:
 
     Attributes:
         indices: Flat indices of its leaves, inactive ones included, in reading order.
-        works: One pass per grad mode and adapter; empty when every leaf is inactive.
+        forwards: Its forwards, all alive together.
         price: Price of the passes together.
         layout: Number of its layout among those that are tried.
     """
 
     indices: tuple[int, ...]
-    works: tuple[PassWork, ...]
+    forwards: tuple[Forward, ...]
     price: Price
     layout: int
+
+    @property
+    def works(self) -> tuple[PassWork, ...]:
+        """Its passes: one per forward, grad mode and adapter; empty when every leaf is inactive."""
+        return tuple(work for forward in self.forwards for work in forward.works)
 
     @property
     def fingerprint(self) -> str:
@@ -45,7 +49,7 @@ class Candidates:
     Args:
         leaves: All requests of the call.
         units: Units in tree order.
-        pricer: Prices one pass.
+        pricer: Prices forwards.
         layout: Layout every pass must use; None takes the fastest layout that fits.
         max_packed_rows: Hard cap on packed rows of one pass; None for no cap.
         facts: The model.
@@ -107,10 +111,12 @@ class Candidates:
         """Return the range under the fastest layout that is admitted, else under the cheapest one.
 
         A layout that breaks the cap on packed rows is not considered, unless all do. With ``layout``, the number of
-        one, only that one is.
+        one, only that one is. When a bound rules all of them out, only the last is worked out, for the refusal.
         """
-        choice = range(len(self._layouts)) if layout is None else (layout,)
+        choice: Sequence[int] = range(len(self._layouts)) if layout is None else (layout,)
         numbers = [number for number in choice if self._is_within_cap(start, stop, number)]
+        if len(numbers) > 1 and self._ruled_out([(start, stop)], budget, pending):
+            numbers = numbers[-1:]
         tried = []
         for number in numbers or choice[-1:]:
             candidate = self._candidate(start, stop, number)
@@ -126,17 +132,29 @@ class Candidates:
         More parts keep the same bytes alive and need fewer for the one that runs, but share less.
         """
         edges = [self.num_units * part // parts for part in range(parts + 1)]
+        ranges = list(itertools.pairwise(edges))
+        numbers = range(len(self._layouts))
+        if len(numbers) > 1 and self._ruled_out(ranges, budget, pending):
+            numbers = numbers[-1:]
         tried = []
-        for number in range(len(self._layouts)):
-            ranges = list(itertools.pairwise(edges))
-            works = tuple(work for start, stop in ranges for work in self._passes(start, stop, number))
-            candidate = self._together(works, self.indices(0, self.num_units), number)
+        for number in numbers:
+            candidate = self._together(ranges, number)
             tried.append((candidate, admit(candidate.price, budget, pending)))
         return min(tried, key=lambda pair: pair[1].charged_bytes)
+
+    def _ruled_out(self, ranges: Sequence[tuple[int, int]], budget: Budget, pending: tuple[Term, ...]) -> bool:
+        """Return whether forwards over these ranges cannot fit together under any layout; packs nothing."""
+        active = [self._active(start, stop) for start, stop in ranges]
+        bound = self._pricer.at_least([requests for requests in active if requests]) if any(active) else None
+        return bound is not None and _exceeds(bound, budget, pending)
 
     def _is_within_cap(self, start: int, stop: int, number: int) -> bool:
         cap = self._max_packed_rows
         return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(start, stop, number))
+
+    def _active(self, start: int, stop: int) -> tuple[Request, ...]:
+        leaves = (self._leaves[index] for index in self.indices(start, stop))
+        return tuple(request for request in leaves if request.active)
 
     def _passes(self, start: int, stop: int, number: int) -> tuple[PassWork, ...]:
         """Return one pass per grad mode and adapter."""
@@ -157,21 +175,28 @@ class Candidates:
     def _candidate(self, start: int, stop: int, number: int) -> Candidate:
         key = (start, stop, number)
         if key not in self._known:
-            works = self._passes(start, stop, number)
-            self._known[key] = self._together(works, self.indices(start, stop), number)
+            self._known[key] = self._together([(start, stop)], number)
         return self._known[key]
 
-    def _together(self, works: tuple[PassWork, ...], indices: tuple[int, ...], number: int) -> Candidate:
-        """Return passes that are alive together as one candidate."""
-        if works:
-            # A pass leaves gradients behind for the passes whose backward comes after its own.
-            several = sum(not work.no_grad for work in works) > 1
-            left = self._facts.trainable_bytes if several else 0
-            price = combine([self._pricer(work) for work in works], left_bytes=left)
+    def _together(self, ranges: Sequence[tuple[int, int]], number: int) -> Candidate:
+        """Return one forward per range, alive together, as one candidate."""
+        forwards = tuple(
+            Forward(requests=self._active(start, stop), works=works)
+            for start, stop in ranges
+            if (works := self._passes(start, stop, number))
+        )
+        if forwards:
+            price = self._pricer.price(forwards)
         else:
             nothing = Term(name="nothing", num_bytes=0)
             price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
-        return Candidate(indices=indices, works=works, price=price, layout=number)
+        indices = self.indices(ranges[0][0], ranges[-1][1])
+        return Candidate(indices=indices, forwards=forwards, price=price, layout=number)
+
+
+def _exceeds(bound: LowerBound, budget: Budget, pending: tuple[Term, ...]) -> bool:
+    """Return whether what is needed at least does not fit. Only a bound may rule work out, never an estimate."""
+    return bound.num_bytes + sum(term.num_bytes for term in pending) > budget.available_bytes
 
 
 def _fingerprint(works: Sequence[PassWork]) -> str:

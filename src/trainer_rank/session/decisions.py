@@ -9,6 +9,7 @@ from trainer_rank.memory import Observation
 from trainer_rank.report import Record, admission_record, observation_record
 from trainer_rank.runtime import Runtime
 from trainer_rank.session.candidates import Candidate
+from trainer_rank.session.pricing import Pricer
 
 
 class Decisions:
@@ -16,11 +17,13 @@ class Decisions:
 
     Args:
         runtime: Its facts and its recompute mode are part of a record.
+        pricer: What a price was made of is part of it too.
         listener: Called with each record; None keeps none.
     """
 
-    def __init__(self, runtime: Runtime, listener: Callable[[Record], None] | None) -> None:
+    def __init__(self, runtime: Runtime, pricer: Pricer, listener: Callable[[Record], None] | None) -> None:
         self._runtime = runtime
+        self._pricer = pricer
         self._listener = listener
         self._count = 0
 
@@ -33,6 +36,7 @@ class Decisions:
                 candidate.works,
                 verdict,
                 recompute=self._runtime.recompute,
+                pricing=self._pricer.facts(candidate.forwards),
                 facts=self._runtime.facts,
             )
         )

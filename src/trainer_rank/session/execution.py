@@ -21,6 +21,7 @@ from trainer_rank.session.candidates import Candidate
 from trainer_rank.session.decisions import Decisions
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
 from trainer_rank.session.peaks import PeakWatch
+from trainer_rank.session.pricing import Pricer
 from trainer_rank.session.split import SplitRange
 from trainer_rank.units import format_bytes
 
@@ -35,6 +36,7 @@ class Execution:
         runtime: The model.
         meter: Measures the device.
         decisions: Told of each candidate and of what it needed.
+        pricer: Told of what it needed.
         head_chunk_rows: Rows that meet the vocabulary projection at a time.
         caller_bytes_per_token: What is set aside for the caller's loss now, per logical token.
 
@@ -47,6 +49,7 @@ class Execution:
         runtime: Runtime,
         meter: Meter,
         decisions: Decisions,
+        pricer: Pricer,
         *,
         head_chunk_rows: int,
         caller_bytes_per_token: Callable[[], int],
@@ -54,6 +57,7 @@ class Execution:
         self._runtime = runtime
         self._meter = meter
         self._decisions = decisions
+        self._pricer = pricer
         self._head_chunk_rows = head_chunk_rows
         self._caller_bytes_per_token = caller_bytes_per_token
         self._warned = False
@@ -79,6 +83,7 @@ class Execution:
             watch.finish()
             observed = _observation(candidate, watch)
             micro_batch.observed = self.last_observation = observed
+            self._pricer.observe(candidate.forwards, observed)
             self._check_caller(observed, _output_bytes(micro_batch.results))
             self._decisions.observation(number, observed, verdict, seconds=time.perf_counter() - clock)
 
@@ -186,4 +191,5 @@ def _observation(candidate: Candidate, watch: PeakWatch) -> Observation:
         peak_resident_bytes=watch.peak_resident_bytes,
         phase=watch.phase,
         caller_bytes=watch.caller_bytes,
+        retained_bytes=watch.retained_bytes,
     )

@@ -10,7 +10,9 @@ from trainer_rank.requests import Flat, Request
 from trainer_rank.session.units import Unit
 
 
-def hardest_units(flat: Flat, units: Sequence[Unit], features: Callable[[PassWork], PassFeatures]) -> Iterator[int]:
+def hardest_units(
+    flat: Flat, units: Sequence[Unit], features: Callable[[PassWork], PassFeatures] | None
+) -> Iterator[int]:
     """Yield the numbers of the units that no other single request reaches in every feature its price grows with.
 
     Atomic groups are all yielded: which of its layouts a group takes is known only against a budget. So are requests
@@ -19,7 +21,7 @@ def hardest_units(flat: Flat, units: Sequence[Unit], features: Callable[[PassWor
     Args:
         flat: All requests.
         units: Those of one group, which may share a pass.
-        features: Of a pass.
+        features: Of a pass, for prices that grow with every one of them; None yields all that differ in shape.
     """
     alike: dict[tuple[object, ...], int] = {}
     for number, unit in enumerate(units):
@@ -28,6 +30,9 @@ def hardest_units(flat: Flat, units: Sequence[Unit], features: Callable[[PassWor
             yield number
         elif request.num_trained:
             alike.setdefault(_shape(request), number)
+    if features is None:
+        yield from alike.values()
+        return
     alone = []
     for number in alike.values():
         (index,) = units[number].indices

@@ -22,6 +22,7 @@ class PeakWatch:
         self._resident: int | None = None
         self.peaks: dict[str, int] = {}
         self.caller_bytes: int | None = None
+        self.retained_bytes: int | None = None
         meter.reset_peak()
 
     @property
@@ -42,6 +43,7 @@ class PeakWatch:
     def outputs_done(self) -> None:
         """Tell that the caller gets the outputs."""
         self._end()
+        self.retained_bytes = max(0, self._live - self._begin)
         self._phase = "loss"
 
     def backward_begins(self) -> None:

@@ -33,6 +33,8 @@ from trainer_rank.session.hardest import hardest_units
 from trainer_rank.session.micro_batch import MicroBatch
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.planned import PlannedPass
+from trainer_rank.session.pricing import Pricing
+from trainer_rank.session.profile_pricing import open_pricing
 from trainer_rank.session.split import SplitRange
 from trainer_rank.session.units import Unit, check_requests, plan_order
 
@@ -60,6 +62,8 @@ class TrainerRank:
         max_packed_tokens: Hard cap on packed rows of one pass; None for no cap.
         caller_bytes_per_token: Peak bytes of the caller's own loss and metrics per logical token of a pass.
         layout: Layout every pass must use; None takes the fastest that fits.
+        pricing: ``envelope`` prices a pass by a trace of the code it will run. ``profile`` prices it by learned bytes
+            per packed row; see ``forward_micro_batches`` for what that supposes, and docs/pricing.md for both.
         on_decision: Called with the record of each verdict, and of each observation once the micro-batch is done.
         verify_backend: Run the packed-versus-alone self-test now.
         meter: Measures device memory; None opens the one that fits the runtime's device.
@@ -78,6 +82,7 @@ class TrainerRank:
         max_packed_tokens: int | None = None,
         caller_bytes_per_token: int = CALLER_BYTES_PER_TOKEN,
         layout: Layout | None = None,
+        pricing: Pricing = "envelope",
         on_decision: Callable[[Record], None] | None = None,
         verify_backend: bool = True,
         meter: Meter | None = None,
@@ -91,7 +96,6 @@ class TrainerRank:
         self.meter: Final = open_meter(str(runtime.device), memory_budget) if meter is None else meter
         self._max_packed_tokens = max_packed_tokens
         self._layout = layout
-        decisions = Decisions(runtime, on_decision)
         self._open: Generator[MicroBatch] | None = None
         self._optimizer = Optimizer(runtime.trainable_parameters())
         self._pricer = EnvelopePricer(
@@ -100,10 +104,13 @@ class TrainerRank:
             caller_bytes_per_token=caller_bytes_per_token,
             store=EnvelopeStore(default_folder()),
         )
+        self._pricing = open_pricing(pricing, runtime, self._pricer)
+        decisions = Decisions(runtime, self._pricing, on_decision)
         self._execution = Execution(
             runtime,
             self.meter,
             decisions,
+            self._pricing,
             head_chunk_rows=head_chunk_rows,
             caller_bytes_per_token=lambda: self._pricer.caller_bytes_per_token,
         )
@@ -147,6 +154,10 @@ class TrainerRank:
         """Yield the requests in as few micro-batches as fit, each with outputs and graph; call backward in between.
 
         The whole plan is made and admitted before anything runs; the budget is read again before each pass.
+
+        With ``pricing="profile"`` the head and the caller's loss together (saved tensors and what backward adds) may
+        need at most 6 KiB, twelve blocks of 512 bytes, per logical token of active requests: constants up to 384 KiB
+        per request of at least 64 tokens. That pricer does not support heavier callers, and cannot see them.
 
         Args:
             requests: A nest of requests: one, or lists, tuples, dicts and atomic groups of them, in any order.
@@ -197,6 +208,7 @@ class TrainerRank:
         check_requests(flat.leaves, self.runtime.facts)
         rule = normaliser(flat.leaves, normalisation)
         self._settle()
+        self._pricing.begin()
         group = self._candidates(flat, [unit for units in plan_order(flat, self.runtime.facts) for unit in units])
         candidate, verdict = self._gate.admit_together(flat, group)
         self._open = self._execution.run(flat, rule, candidate, verdict, split=())
@@ -221,6 +233,7 @@ class TrainerRank:
             ConfigError: The loss cannot run without data, or no request is active.
         """
         found = traced_bytes_per_token(loss, requests, self.runtime)
+        self._pricing.check_caller(found, source="what the loss needs")
         self._pricer.caller_bytes_per_token = found
         return found
 
@@ -280,7 +293,8 @@ class TrainerRank:
         found = []
         for units in plan_order(flat, self.runtime.facts):
             group = self._candidates(flat, units)
-            for number in hardest_units(flat, units, self._pricer.features):
+            features = self._pricer.features if self._pricing.grows_with_features else None
+            for number in hardest_units(flat, units, features):
                 candidate, verdict = group.admission(number, number + 1, budget, pending)
                 if not verdict.admitted or not group.within_cap(number, number + 1):
                     if on_refuse == "skip":
@@ -354,13 +368,12 @@ class TrainerRank:
         self._optimizer.load(list(slots.values()))
 
     def _call(self, flat: Flat, *, skip: bool = False, recorded: Sequence[SplitRange] = ()) -> Call:
+        self._pricing.begin()
         groups = [self._candidates(flat, units) for units in plan_order(flat, self.runtime.facts)]
         return Call(flat, groups, self._gate, skip=skip, recorded=recorded)
 
     def _candidates(self, flat: Flat, units: Sequence[Unit]) -> Candidates:
-        return Candidates(
-            flat.leaves, units, self._pricer.price, self._layout, self._max_packed_tokens, self.runtime.facts
-        )
+        return Candidates(flat.leaves, units, self._pricing, self._layout, self._max_packed_tokens, self.runtime.facts)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -37,7 +37,9 @@ def verdict(available_bytes: int) -> Admission:
 
 def admission(available_bytes: int = 100) -> AdmissionRecord:
     """Return the record of an admission."""
-    return admission_record(9, works(), verdict(available_bytes), recompute="full", facts=FACTS)
+    return admission_record(
+        9, works(), verdict(available_bytes), recompute="full", facts=FACTS, pricing={"name": "envelope"}
+    )
 
 
 OBSERVATION = Observation(
@@ -106,6 +108,8 @@ def test_each_pass_is_described_by_its_features() -> None:
 def test_no_token_is_written() -> None:
     """Decision records carry shapes, never the text."""
     requests = [Request.next_token([987654, 876543, 765432])]
-    record = admission_record(1, [pass_work(requests, [0])], verdict(100), recompute="full", facts=FACTS)
+    record = admission_record(
+        1, [pass_work(requests, [0])], verdict(100), recompute="full", facts=FACTS, pricing={"name": "envelope"}
+    )
     text = json.dumps(record.as_line())
     assert not any(token in text for token in ("987654", "876543", "765432"))

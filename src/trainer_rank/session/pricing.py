@@ -1,0 +1,96 @@
+"""What a rank asks of a pricer, whichever it is, and the pricer that takes pass by pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from trainer_rank.memory import LowerBound, ModelFacts, Observation, Price, combine
+from trainer_rank.planner import PassWork
+from trainer_rank.requests import Request
+
+Pricing = Literal["envelope", "profile"]
+"""``envelope`` prices by a trace of the code that will run, ``profile`` by learned bytes per packed row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forward:
+    """Requests that run together, pass by pass, before any of their graphs goes.
+
+    Attributes:
+        requests: The active ones.
+        works: One pass per grad mode and adapter; empty when nothing is active.
+    """
+
+    requests: tuple[Request, ...]
+    works: tuple[PassWork, ...]
+
+
+class Pricer(Protocol):
+    """Prices forwards, and may learn from what they are observed to need."""
+
+    grows_with_features: bool
+    """Whether a request that reaches another in every feature costs no less."""
+
+    def check_caller(self, bytes_per_token: int, *, source: str) -> None:
+        """Raise ``ConfigError`` for a caller's loss the pricer does not support; ``source`` says where it is from."""
+
+    def price(self, forwards: Sequence[Forward]) -> Price:
+        """Return the price of forwards that run one after another and stay alive together."""
+
+    def at_least(self, forwards: Sequence[Sequence[Request]]) -> LowerBound | None:
+        """Return a bound on the required bytes of forwards over these active requests, whatever their layout.
+
+        It packs nothing. None when there is no bound worth having.
+        """
+
+    def begin(self) -> None:
+        """A call begins: what was observed before it counts now. Prices within a call do not change."""
+
+    def observe(self, forwards: Sequence[Forward], observation: Observation) -> None:
+        """Take note of what executed forwards were measured to need."""
+
+    def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
+        """Return what a price was made of beside the passes, as plain values for the record of a decision."""
+
+
+class PassByPass:
+    """Prices every pass by itself. Of passes alive together retained bytes add, with the largest transient on top.
+
+    Args:
+        price: Price of one pass.
+        facts: The model.
+    """
+
+    grows_with_features = True
+
+    def __init__(self, price: Callable[[PassWork], Price], facts: ModelFacts) -> None:
+        self._price = price
+        self._facts = facts
+
+    def check_caller(self, bytes_per_token: int, *, source: str) -> None:
+        pass
+
+    def price(self, forwards: Sequence[Forward]) -> Price:
+        works = [work for forward in forwards for work in forward.works]
+        return combine([self._price(work) for work in works], left_bytes=left_bytes(forwards, self._facts))
+
+    def at_least(self, forwards: Sequence[Sequence[Request]]) -> LowerBound | None:
+        # Less sharing has more rows, but also fewer runs of the tree and smaller indices: no layout bounds the others.
+        return None
+
+    def begin(self) -> None:
+        pass
+
+    def observe(self, forwards: Sequence[Forward], observation: Observation) -> None:
+        pass
+
+    def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
+        return {"name": "envelope"}
+
+
+def left_bytes(forwards: Sequence[Forward], facts: ModelFacts) -> int:
+    """Return the gradients that a pass leaves behind for the passes whose backward comes after its own."""
+    several = sum(not work.no_grad for forward in forwards for work in forward.works) > 1
+    return facts.trainable_bytes if several else 0
