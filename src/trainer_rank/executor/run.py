@@ -204,10 +204,11 @@ class _Pieces:
         owners = [owner for owner, shape in enumerate(head.shapes) if shape != (0,)]
         if not owners:
             return
-        flat = torch.zeros(sum(head.sizes), dtype=runtime.logprob_dtype, device=runtime.device)
+        every = head.sizes
+        flat = torch.zeros(sum(every), dtype=runtime.logprob_dtype, device=runtime.device)
         if scored.logprobs is not None:
             flat.index_copy_(0, scored.slot, scored.logprobs.detach())
-        sizes, shapes = [head.sizes[owner] for owner in owners], [head.shapes[owner] for owner in owners]
+        sizes, shapes = [every[owner] for owner in owners], [head.shapes[owner] for owner in owners]
         begin = len(self.pieces)
         for owner, piece, shape, some in zip(owners, flat.split(sizes), shapes, head.scored(owners), strict=True):
             self._add(owner, "logprobs", piece.view(shape), pending=some)

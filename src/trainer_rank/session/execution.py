@@ -38,7 +38,7 @@ class Execution:
         decisions: Told of each candidate and of what it needed.
         pricer: Told of what it needed.
         head_chunk_rows: Rows that meet the vocabulary projection at a time.
-        caller_bytes_per_token: What is set aside for the caller's loss now, per logical token.
+        caller_bytes_per_token: What is declared of the caller's loss now, per logical token.
 
     Attributes:
         last_observation: Of the micro-batch that was done last; None before the first.
@@ -156,15 +156,16 @@ class Execution:
         """
         if self._warned or observed.caller_bytes is None or not observed.logical_tokens:
             return
-        declared = self._caller_bytes_per_token()
+        allowance = self._pricer.caller_allowance(self._caller_bytes_per_token())
+        declared = allowance.bytes_per_token
         allowed = declared * observed.logical_tokens + _PER_REQUEST * observed.num_requests + output_bytes
         if observed.caller_bytes > allowed:
             self._warned = True
             needed = -(-observed.caller_bytes // observed.logical_tokens)
             warnings.warn(
                 f"caller_above_declaration: the caller's loss needed {format_bytes(observed.caller_bytes)} of its own, "
-                f"{needed} bytes per logical token, and caller_bytes_per_token is {declared}; prices are short by the "
-                "difference. Declare it, or have it found with rank.trace_loss(loss, example_requests)",
+                f"{needed} bytes per logical token, and {allowance.rule} {declared}; prices are short by the "
+                f"difference. {allowance.next_step}",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -27,6 +27,21 @@ class Forward:
     works: tuple[PassWork, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallerAllowance:
+    """What prices have room for of the caller's own loss.
+
+    Attributes:
+        bytes_per_token: Per logical token.
+        rule: Where that is from, as a clause that the number completes.
+        next_step: What to do about a loss that needs more.
+    """
+
+    bytes_per_token: int
+    rule: str
+    next_step: str
+
+
 class Pricer(Protocol):
     """Prices forwards, and may learn from what they are observed to need."""
 
@@ -35,6 +50,9 @@ class Pricer(Protocol):
 
     def check_caller(self, bytes_per_token: int, *, source: str) -> None:
         """Raise ``ConfigError`` for a caller's loss the pricer does not support; ``source`` says where it is from."""
+
+    def caller_allowance(self, declared: int) -> CallerAllowance:
+        """Return what prices have room for of the caller's loss, of which ``declared`` bytes per token are known."""
 
     def price(self, forwards: Sequence[Forward]) -> Price:
         """Return the price of forwards that run one after another and stay alive together."""
@@ -71,6 +89,13 @@ class PassByPass:
 
     def check_caller(self, bytes_per_token: int, *, source: str) -> None:
         pass
+
+    def caller_allowance(self, declared: int) -> CallerAllowance:
+        return CallerAllowance(
+            bytes_per_token=declared,
+            rule="caller_bytes_per_token is",
+            next_step="Declare it, or have it found with rank.trace_loss(loss, example_requests)",
+        )
 
     def price(self, forwards: Sequence[Forward]) -> Price:
         works = [work for forward in forwards for work in forward.works]

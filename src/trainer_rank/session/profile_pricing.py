@@ -28,7 +28,7 @@ from trainer_rank.memory.signature import request_key
 from trainer_rank.prefix import Layout, build_tree, layout_rows
 from trainer_rank.requests import Request
 from trainer_rank.runtime import Runtime
-from trainer_rank.session.pricing import Forward, PassByPass, Pricer, Pricing, left_bytes
+from trainer_rank.session.pricing import CallerAllowance, Forward, PassByPass, Pricer, Pricing, left_bytes
 from trainer_rank.session.units import PassKey, pass_key
 
 _ELEMENT_SIZE: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,6 +57,13 @@ class ProfilePricing:
                 f"{bytes_per_token}: head and caller together are charged that much and no more. Use "
                 "pricing='envelope', which charges what is declared, or a lighter loss"
             )
+
+    def caller_allowance(self, declared: int) -> CallerAllowance:
+        return CallerAllowance(
+            bytes_per_token=LOGICAL_CHARGE,
+            rule="pricing='profile' charges, for the head and the caller together,",
+            next_step="Use pricing='envelope' and declare it, or a lighter loss",
+        )
 
     @property
     def book(self) -> ProfileBook:
