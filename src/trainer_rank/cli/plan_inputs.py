@@ -50,6 +50,11 @@ def read_inputs(given: Mapping[str, Any]) -> Inputs:
         from trainer_rank.training.load_config import load_config
 
         config = load_config(given["config"])
+        if config.pricing != "envelope":
+            raise ConfigError(
+                f"--config {given['config']}: pricing must be 'envelope' to plan with, got {config.pricing!r}, which "
+                "prices by passes that ran. What a pass needs is the same under both; plan with pricing: envelope"
+            )
     elif given["model"] is None:
         raise ConfigError("--model must name a built-in geometry or a folder with config.json; or give --config")
     elif (given["shape"] is None) == (given["data"] is None):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -69,6 +69,12 @@ class Pricer(Protocol):
     def observe(self, forwards: Sequence[Forward], observation: Observation) -> None:
         """Take note of what executed forwards were measured to need."""
 
+    def learned(self) -> dict[str, Any]:
+        """Return everything learned as plain values, what the next call begins with included."""
+
+    def load_learned(self, values: Mapping[str, Any]) -> None:
+        """Go on from what ``learned`` returned; what another pricer learned is left alone."""
+
     def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
         """Return what a price was made of beside the passes, as plain values for the record of a decision."""
 
@@ -109,6 +115,12 @@ class PassByPass:
         pass
 
     def observe(self, forwards: Sequence[Forward], observation: Observation) -> None:
+        pass
+
+    def learned(self) -> dict[str, Any]:
+        return {"name": "envelope"}
+
+    def load_learned(self, values: Mapping[str, Any]) -> None:
         pass
 
     def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ between two forwards. What was observed takes effect when the next call begins, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from trainer_rank.errors import ConfigError
@@ -101,6 +101,15 @@ class ProfilePricing:
         """Keep one forward's observation for the next call; of several together no one's share is known."""
         if len(forwards) == 1:
             self._seen.append((*self._read(forwards[0]), observation))
+
+    def learned(self) -> dict[str, Any]:
+        self.begin()
+        return {"name": "profile", "profiles": self._book.to_json()}
+
+    def load_learned(self, values: Mapping[str, Any]) -> None:
+        if values["name"] == "profile":
+            self._seen = []
+            self._book = ProfileBook.from_json(values["profiles"])
 
     def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
         found = []

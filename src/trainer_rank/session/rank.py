@@ -367,6 +367,15 @@ class TrainerRank:
             slots[name][slot] = tensor
         self._optimizer.load(list(slots.values()))
 
+    def learned(self) -> dict[str, Any]:
+        """Return what the pricer learned from passes, as plain values for a checkpoint."""
+        self._settle()
+        return self._pricing.learned()
+
+    def load_learned(self, values: Mapping[str, Any]) -> None:
+        """Go on from what ``learned`` returned on a rank of the same model, device and pricing."""
+        self._pricing.load_learned(values)
+
     def _call(self, flat: Flat, *, skip: bool = False, recorded: Sequence[SplitRange] = ()) -> Call:
         self._pricing.begin()
         groups = [self._candidates(flat, units) for units in plan_order(flat, self.runtime.facts)]

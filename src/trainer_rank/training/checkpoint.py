@@ -4,7 +4,8 @@
         adapter_model.safetensors   the adapter, as PEFT reads it; or model.safetensors, every trained weight
         adapter_config.json         with an adapter
         optimizer.safetensors       AdamW's two moments and step count of each trained parameter
-        state.json                  schema, step, configuration, model, versions, size and SHA-256 of the other files
+        state.json                  schema, step, configuration, model, versions, what was learned of memory, size and
+                                    SHA-256 of the other files
 
 ``state.json`` carries a digest of itself, so every byte of a checkpoint is covered. Nothing draws random numbers after
 the adapter was made, so no state of a generator is part of it. The step is the place in the data as well: the schedule
@@ -92,6 +93,7 @@ class Checkpoints:
                     "step": step,
                     **entries,
                     "model": rank.runtime.identity(),
+                    "learned": rank.learned(),
                     "versions": versions(),
                     "files": {name: asdict(facts) for name, facts in folder.files.items()},
                 }
@@ -189,6 +191,8 @@ def load_checkpoint(checkpoint: Checkpoint, rank: TrainerRank) -> None:
     file = ADAPTER if rank.runtime.adapter_config() is not None else WEIGHTS
     tensor_file.copy_into(checkpoint.path / file, rank.runtime.trained())
     rank.load_optimizer_state(tensor_file.read(checkpoint.path / OPTIMIZER))
+    if "learned" in checkpoint.state:
+        rank.load_learned(checkpoint.state["learned"])
 
 
 def _signed(state: Mapping[str, Any]) -> bytes:

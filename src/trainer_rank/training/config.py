@@ -165,7 +165,8 @@ class TrainConfig(_Section):
     The run's length is ``steps`` optimizer steps, or ``epochs`` passes over the data; exactly one is given.
     ``warm_up: worst`` runs the request that needs most memory before the first step and drops its gradients.
     ``on_refuse: skip`` leaves out requests that cannot fit, names and counts them, where ``raise`` stops the run.
-    ``max_packed_tokens`` is a hard cap on the packed rows of one pass.
+    ``max_packed_tokens`` is a hard cap on the packed rows of one pass. ``pricing`` says how passes are priced
+    (docs/pricing.md).
     A checkpoint is written every ``checkpoint_every`` steps and at the end; the newest ``keep_checkpoints`` are kept.
     Every ``verify_every`` steps, ``verify_requests`` requests of the step run again alone, and their log-probabilities
     are compared. ``tensorboard`` writes the figures of steps and evaluations into the run folder.
@@ -189,6 +190,7 @@ class TrainConfig(_Section):
     warm_up: Literal["none", "worst"] = "none"
     on_refuse: Literal["raise", "skip"] = "raise"
     max_packed_tokens: Count | None = None
+    pricing: Literal["envelope", "profile"] = "envelope"
     memory_budget: Annotated[int | str, AfterValidator(_bytes)] | None = None
     threads: Count | None = None
     seed: int = 0

@@ -24,6 +24,7 @@ INEXACT: Final = {
     "threads": "sums are taken in another order, so numbers differ in their last bits",
     "memory_budget": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
     "max_packed_tokens": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
+    "pricing": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
     "model.recompute": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
 }
 

@@ -345,6 +345,7 @@ def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> Tra
         runtime,
         memory_budget=config.memory_budget,
         max_packed_tokens=config.max_packed_tokens,
+        pricing=config.pricing,
         on_decision=lambda record: folder.decision(record.as_line()),
     )
 

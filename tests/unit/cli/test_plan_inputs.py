@@ -105,3 +105,11 @@ def test_wrong_input_is_found_without_importing_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == [str(WRONG_INPUT), "False"], done.stderr
+
+
+def test_a_configuration_that_prices_by_what_ran_is_refused(tmp_path: Path) -> None:
+    """Nothing has run yet; the message says what to write instead."""
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {path: m}\ndata: {path: d.jsonl}\nsteps: 1\npricing: profile\n")
+    with pytest.raises(ConfigError, match=r"pricing must be 'envelope' to plan with, got 'profile'"):
+        inputs(model=None, config=path, device="H200")

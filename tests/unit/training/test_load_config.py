@@ -61,6 +61,7 @@ def test_keys_are_pinned() -> None:
         "warm_up",
         "on_refuse",
         "max_packed_tokens",
+        "pricing",
         "memory_budget",
         "threads",
         "seed",
