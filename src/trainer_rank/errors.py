@@ -5,6 +5,7 @@
     ├── ConfigError (ValueError)          a configuration is malformed
     ├── DataError (ValueError)            a data file is malformed: path, line, column
     ├── SnapshotError (ValueError)        a snapshot of the CUDA allocator cannot be read or replayed
+    ├── ReplayError (ValueError)          a recorded decision lacks what its price was made of
     ├── UnsupportedModelError             a model (or one of its layers) cannot be honoured: layer, reason
     ├── SelfTestError (RuntimeError)      packed and alone disagree on this backend; nothing was trained
     ├── BackwardError (RuntimeError)      backward was asked of a pass that can no longer give it
@@ -71,6 +72,10 @@ class DataError(TrainerRankError, ValueError):
 
 class SnapshotError(TrainerRankError, ValueError):
     """A snapshot of the CUDA allocator is malformed, or holds something else than plain data; the message says what."""
+
+
+class ReplayError(TrainerRankError, ValueError):
+    """A recorded decision lacks an entry that its price depends on; the message names it."""
 
 
 class UnsupportedModelError(TrainerRankError):

@@ -7,5 +7,8 @@ from trainer_rank.report.decision import (
     admission_record,
     observation_record,
 )
+from trainer_rank.report.profile_replay import replay_profile
 
-__all__ = ["AdmissionRecord", "ObservationRecord", "Record", "admission_record", "observation_record"]
+__all__ = [
+    "AdmissionRecord", "ObservationRecord", "Record", "admission_record", "observation_record", "replay_profile",
+]  # fmt: skip

@@ -7,6 +7,7 @@ between two forwards. What was observed takes effect when the next call begins, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from trainer_rank.errors import ConfigError
@@ -75,9 +76,7 @@ class ProfilePricing:
         for forward in forwards:
             signature, shape = self._read(forward)
             prices.append(price_forward(self._model, shape, self._book.find(signature)))
-        # Gradients within a forward are in what was learned of it.
-        several = [one for one in forwards if one.works]
-        return combine(prices, left_bytes=left_bytes(forwards, self._runtime.facts) if len(several) > 1 else 0)
+        return combine(prices, left_bytes=self._left_bytes(forwards))
 
     def at_least(self, forwards: Sequence[Sequence[Request]]) -> LowerBound | None:
         required, retained = [], []
@@ -122,10 +121,23 @@ class ProfilePricing:
                     "short_requests": signature.short_requests,
                     "one_layer_recompute": self._runtime.recompute_reading.one_layer,
                     "packed_priced": shape.packed,
+                    "packed_rows": shape.packed_rows,
+                    "logical_tokens": shape.logical_tokens,
+                    "output_bytes": shape.output_bytes,
+                    "segments": shape.segments,
                     "profile": None if known is None else known.to_json(),
                 }
             )
-        return {"name": "profile", "forwards": found}
+        return {
+            "name": "profile",
+            "model": asdict(self._model),
+            "left_bytes": self._left_bytes(forwards),
+            "forwards": found,
+        }
+
+    def _left_bytes(self, forwards: Sequence[Forward]) -> int:
+        # Gradients within one forward are in what was learned of it.
+        return left_bytes(forwards, self._runtime.facts) if len(forwards) > 1 else 0
 
     def _read(self, forward: Forward) -> tuple[MemorySignature, ForwardShape]:
         """Return what a forward is, and how it is priced, by the live model as it is now."""

@@ -156,6 +156,21 @@ def test_a_sweep_at_a_fixed_ratio_does_not_find_the_lie() -> None:
     assert price(32_000, 32_000) < price(16_000, 32_000)
 
 
+@pytest.mark.usefixtures("no_sharing_first")
+@pytest.mark.parametrize("recompute", [ONE_LAYER, RecomputeSetting()], ids=["packed", "by tokens"])
+def test_sharing_rescues_a_batch_only_where_packed_rows_price_it(recompute: RecomputeSetting) -> None:
+    """Under a profile without sharing: 4 duplicates of 1,000 tokens, with room for 2,000 rows."""
+    book = ProfileBook({signature(True, recompute=recompute.name): learned(4 * STATIC)})
+    pricing = ProfilePricing(fixture_runtime(recompute), book)
+    nest = AtomicGroup([Request(tokens=np.full(1000, 1), labels=np.full(1000, 1)) for _ in range(4)])
+    found = together(pricing, [nest], 11 * (4 * STATIC * 2000 + 6144 * 4000 + 16_000) // 10)
+    if recompute is ONE_LAYER:
+        assert found is not None
+        assert [work.batch.packed_rows for work in found[0].works] == [1000]
+    else:
+        assert found is None
+
+
 def branches(first: int) -> AtomicGroup:
     """32 requests of 100 tokens that stay together: 80 tokens shared by all, then 20 shared by each half."""
     rows = [np.concatenate([np.full(80, first), np.full(20, first + 1 + half)]) for half in (0, 1)]

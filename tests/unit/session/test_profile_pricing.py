@@ -15,11 +15,11 @@ from torch import nn
 
 from tests.builders import completion, completions, negative_sum, tiny_runtime, tokens
 from tests.unit.session.conftest import NewRank
-from trainer_rank.errors import ConfigError
+from trainer_rank.errors import ConfigError, ReplayError
 from trainer_rank.memory import Observation
 from trainer_rank.memory.signature import ONE_LAYER, RecomputeSetting
 from trainer_rank.planner import pass_work
-from trainer_rank.report import AdmissionRecord, Record
+from trainer_rank.report import AdmissionRecord, Record, replay_profile
 from trainer_rank.requests import AtomicGroup, Request
 from trainer_rank.runtime.recompute import read_recompute
 from trainer_rank.session import TrainerRank
@@ -182,6 +182,28 @@ def test_a_record_says_what_a_price_was_made_of(profile_rank: Callable[..., Trai
     train(new_rank(on_decision=plain.append), LONG)
     assert isinstance(plain[0], AdmissionRecord)
     assert plain[0].pricing == {"name": "envelope"}
+
+
+def test_a_recorded_price_is_made_again_from_its_record(profile_rank: Callable[..., TrainerRank]) -> None:
+    """To the byte, cold and warm, packed and extrapolated; what is missing is named, never guessed."""
+    records: list[Record] = []
+    rank = profile_rank(on_decision=records.append)
+    mixed = AtomicGroup([LONG[0], completion(tokens(1, 40), tokens(2, 60), no_grad=True)])
+    for nest in (LONG, LONG, [*LONG, Request.next_token(tokens(9, 63))], [mixed], [mixed]):
+        train(rank, nest)
+    admissions = [record for record in records if isinstance(record, AdmissionRecord)]
+    assert len(admissions) == 5
+    for record in admissions:
+        line = json.loads(json.dumps(record.as_line()))
+        price = replay_profile({**line["pricing"], "unknown": 1})
+        assert (price.required_bytes, price.retained_bytes) == (record.required_bytes, record.retained_bytes)
+    (forward,) = line["pricing"]["forwards"]
+    for name in ("one_layer_recompute", "short_requests", "profile", "segments"):
+        without = {key: value for key, value in forward.items() if key != name}
+        with pytest.raises(ReplayError, match=rf"incomplete: pricing\.forwards\[0\]\.{name} is not recorded"):
+            replay_profile({**line["pricing"], "forwards": [without]})
+    with pytest.raises(ReplayError, match=r"incomplete: pricing\.model\.hidden_size"):
+        replay_profile({**line["pricing"], "model": {"num_layers": 2}})
 
 
 def test_what_was_learned_goes_to_json_and_back(profile_rank: Callable[..., TrainerRank], new_rank: NewRank) -> None:
