@@ -34,9 +34,9 @@ class CountingRuntime(TransformersRuntime):
 
     forwards = 0
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch, *, recomputed: int | None = None) -> Tensor:
         self.forwards += 1
-        return super().forward(batch)
+        return super().forward(batch, recomputed=recomputed)
 
 
 def tiny_runtime(

@@ -25,7 +25,7 @@ def plan(
     config: Annotated[Path | None, typer.Option(help="Take model, data and options from a training run.")] = None,
     device: Annotated[str | None, typer.Option(help="Usual name of a GPU: H200, A100-40GB, L4, ...")] = None,
     memory: Annotated[str | None, typer.Option(help="Bytes of a GPU instead of its name: 24GiB.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="full or none [default: full].")] = None,
+    recompute: Annotated[str | None, typer.Option(help="full, none or auto [default: full].")] = None,
     lora_rank: Annotated[int | None, typer.Option(help="Rank of the adapters [default: 16].")] = None,
     targets: Annotated[
         str | None, typer.Option(help="Layers that get one: q_proj,v_proj; or attention [default: all-linear].")

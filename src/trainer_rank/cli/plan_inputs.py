@@ -82,7 +82,7 @@ def read_inputs(given: Mapping[str, Any]) -> Inputs:
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    for name, choices in (("recompute", ("full", "none")), ("dtype", ("bfloat16", "float32"))):
+    for name, choices in (("recompute", ("full", "none", "auto")), ("dtype", ("bfloat16", "float32"))):
         if given[name] is not None and given[name] not in choices:
             raise ConfigError(f"--{name} must be {' or '.join(choices)}, got {given[name]!r}")
     for name, least in (
@@ -143,7 +143,7 @@ def _options(given: Mapping[str, Any], head_chunk_rows: int) -> Options:
         model=given["model"],
         lora_rank=None if given["full"] else 16 if rank is None else rank,
         lora_targets=_targets(given["targets"], given["model"]),
-        recompute="none" if given["recompute"] == "none" else "full",
+        recompute=given["recompute"] or "full",
         dtype="bfloat16" if given["dtype"] is None else given["dtype"],
         head_chunk_rows=head_chunk_rows,
         max_packed_tokens=given["max-packed-tokens"],

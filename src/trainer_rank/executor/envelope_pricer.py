@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer_rank.errors import EnvelopeError
-from trainer_rank.executor.dry_run import DEEPER, SHALLOW, DryRunPricer
+from trainer_rank.executor.dry_run import DEEPER, SHALLOW, TWO_KINDS, DryRunPricer, mode_of, price_of, two_kinds
 from trainer_rank.executor.envelope_store import EnvelopeStore
 from trainer_rank.executor.pass_features import all_calls, pass_features
 from trainer_rank.executor.sample_passes import SamplePasses
@@ -44,6 +44,11 @@ class _Signature:
     recompute: Recompute
     no_grad: bool
     adapter: str | None
+    recomputed: int | None = None
+
+
+TracedByKind = dict[tuple[object, ...], tuple[list[TracedPass], list[TracedPass]]]
+"""Passes to solve for, and passes held out, by what their layers do in backward; whatever the number that run again."""
 
 
 class EnvelopePricer:
@@ -79,6 +84,7 @@ class EnvelopePricer:
         # As solved, and with the caller's bytes.
         self._bare: dict[_Signature, Envelope | None] = {}
         self._envelopes: dict[_Signature, Envelope | None] = {}
+        self._traced: TracedByKind = {}
 
     @property
     def caller_bytes_per_token(self) -> int:
@@ -122,7 +128,9 @@ class EnvelopePricer:
 
     def envelope(self, *, no_grad: bool = False, adapter: str | None = None) -> Envelope | None:
         """Return the envelope in force, made or loaded on first use; None when it failed its check."""
-        signature = _Signature(self._runtime.recompute, no_grad, adapter)
+        return self._envelope_of(_Signature(self._runtime.recompute, no_grad, adapter))
+
+    def _envelope_of(self, signature: _Signature) -> Envelope | None:
         if signature not in self._envelopes:
             self._keep(signature, self._load_or_make(signature))
         return self._envelopes[signature]
@@ -132,7 +140,7 @@ class EnvelopePricer:
         # Outputs beside log-probs are priced by dry runs: few batches ask for them, and always in few shapes.
         if not work.head.num_rows or not work.scores_only:
             return None
-        signature = _Signature(self._runtime.recompute, work.no_grad, work.adapter)
+        signature = _Signature(self._runtime.recompute, work.no_grad, work.adapter, work.recomputed)
         if signature in self._envelopes:
             return self._envelopes[signature]
         found = self._load(signature) if signature not in self._shapes else None
@@ -145,7 +153,7 @@ class EnvelopePricer:
         # has gone into dry runs as it takes, it never costs more than twice what the better choice would have.
         if len(shapes) <= self._dry_runs_first:
             return None
-        return self.envelope(no_grad=work.no_grad, adapter=work.adapter)
+        return self._envelope_of(signature)
 
     def _keep(self, signature: _Signature, made: Envelope | None) -> None:
         self._bare[signature] = made
@@ -166,7 +174,10 @@ class EnvelopePricer:
         if found is not None:
             return found
         try:
-            made = make_envelope(self._runtime, no_grad=signature.no_grad, adapter=signature.adapter)
+            made = make_envelope(
+                self._runtime, no_grad=signature.no_grad, adapter=signature.adapter, recomputed=signature.recomputed,
+                traced=self._traced,
+            )  # fmt: skip
         except EnvelopeError as error:
             warnings.warn(
                 f"the memory of this model is not priced by an envelope ({error}); every new shape of a pass is run "
@@ -180,8 +191,20 @@ class EnvelopePricer:
         return made
 
 
-def make_envelope(runtime: Runtime, *, no_grad: bool = False, adapter: str | None = None) -> Envelope:
+def make_envelope(
+    runtime: Runtime,
+    *,
+    no_grad: bool = False,
+    adapter: str | None = None,
+    recomputed: int | None = None,
+    traced: TracedByKind | None = None,
+) -> Envelope:
     """Return the envelope of a runtime's passes, traced, solved and checked against held-out passes.
+
+    Args:
+        runtime: The model.
+        no_grad, adapter, recomputed: As of the passes (``PassWork``).
+        traced: Keeps traces that serve any number of recomputed layers from one call to the next.
 
     Raises:
         EnvelopeError: Live bytes are not affine in the features, or a held-out pass is priced too far off.
@@ -189,23 +212,47 @@ def make_envelope(runtime: Runtime, *, no_grad: bool = False, adapter: str | Non
     dry = DryRunPricer(runtime, head_chunk_rows=_SAMPLE_CHUNK_ROWS, caller_bytes_per_token=0)
     samples = SamplePasses(no_grad=no_grad, adapter=adapter)
     depth = runtime.facts.num_layers
-    shallow, deeper = (SHALLOW, DEEPER) if depth > DEEPER else (depth, depth)
-
-    def traced(work: PassWork, *, both: bool) -> TracedPass:
-        below = dry.trace(work, shallow if both else 1)
-        above = (below if deeper == shallow else dry.trace(work, deeper)) if both else None
-        return TracedPass(
-            features=all_calls(runtime, work, head_chunk_rows=_SAMPLE_CHUNK_ROWS), shallow=below, deeper=above
+    example = _with(next(SamplePasses(no_grad=no_grad, adapter=adapter).held_out()), recomputed)
+    both_kinds = recomputed if two_kinds(runtime, example) else None
+    if both_kinds is not None and depth <= max(layers for layers, _ in TWO_KINDS):
+        raise EnvelopeError(f"{depth} layers are too few to tell recomputed ones from others")
+    mode = mode_of(runtime, example)
+    known = (traced or {}).get((no_grad, adapter, mode))
+    if known is None:
+        known = (
+            [
+                *(_traced(runtime, dry, _with(work, recomputed), both=True) for work in samples.counting()),
+                *(_traced(runtime, dry, _with(work, recomputed), both=False) for work in samples.calls()),
+            ],
+            [_traced(runtime, dry, _with(work, recomputed), both=True) for work in samples.held_out()],
         )
-
-    passes = [
-        *(traced(work, both=True) for work in samples.counting()),
-        *(traced(work, both=False) for work in samples.calls()),
-    ]
-    envelope = solve(passes, num_layers=depth, categories=category_names(runtime.recompute))
-    for work in samples.held_out():
-        _check(envelope, all_calls(runtime, work, head_chunk_rows=_SAMPLE_CHUNK_ROWS), dry.price(work))
+    if traced is not None:
+        traced[no_grad, adapter, mode] = known
+    passes, held_out = known
+    envelope = solve(passes, num_layers=depth, categories=category_names(mode), recomputed=both_kinds)
+    for one in held_out:
+        exact = price_of(one.at(depth, both_kinds), mode, num_layers=depth, recomputed=both_kinds, caller_bytes=0)
+        _check(envelope, one.features, exact)
     return envelope
+
+
+def _with(work: PassWork, recomputed: int | None) -> PassWork:
+    return work if recomputed is None else replace(work, recomputed=recomputed)
+
+
+def _traced(runtime: Runtime, dry: DryRunPricer, work: PassWork, *, both: bool) -> TracedPass:
+    """Return a sample pass at the depths that tell the rest, or, for one that shows kinds of calls, at the least."""
+    features = all_calls(runtime, work, head_chunk_rows=_SAMPLE_CHUNK_ROWS)
+    if two_kinds(runtime, work):
+        if not both:
+            return TracedPass(features=features, shallow=dry.trace(work, 2, 1), deeper=None)
+        base, more_recomputed, more_kept = (dry.trace(work, *counts) for counts in TWO_KINDS)
+        return TracedPass(features=features, shallow=base, deeper=more_recomputed, wider=more_kept)
+    depth = runtime.facts.num_layers
+    shallow, deeper = (SHALLOW, DEEPER) if depth > DEEPER else (depth, depth)
+    below = dry.alike(work, shallow if both else 1)
+    above = (below if deeper == shallow else dry.alike(work, deeper)) if both else None
+    return TracedPass(features=features, shallow=below, deeper=above)
 
 
 def _check(envelope: Envelope, features: PassFeatures, traced: Price) -> None:

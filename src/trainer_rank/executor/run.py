@@ -95,7 +95,7 @@ def run_forward(
         if work.batch.packed_rows:
             mark("forward")
             with inside():
-                hidden = runtime.forward(work.batch)
+                hidden = runtime.forward(work.batch, recomputed=work.recomputed)
             mark("head")
             scored = _Scored.of(runtime, work, hidden, head_chunk_rows, begin_call)
             del hidden

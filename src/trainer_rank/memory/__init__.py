@@ -15,7 +15,7 @@ from trainer_rank.memory.signature import MemorySignature, RecomputeReading, Rec
 from trainer_rank.memory.snapshot import HeldSegment, HistoryEntry, Snapshot, load_snapshot, parse_snapshot
 from trainer_rank.memory.snapshot_check import SnapshotCheck, check_history, check_snapshot
 from trainer_rank.memory.solve import TracedPass, solve
-from trainer_rank.memory.stretches import category_names, stretches_at_depth
+from trainer_rank.memory.stretches import category_names, stretches_at_depth, stretches_of_two_kinds
 from trainer_rank.memory.trace import CallMark, Event, Instant, Mark, Timeline, Trace, fold
 
 __all__ = [
@@ -74,4 +74,5 @@ __all__ = [
     "replay",
     "solve",
     "stretches_at_depth",
+    "stretches_of_two_kinds",
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Recompute = Literal["full", "none"]
-"""``full``: each layer keeps its input and runs again in backward. ``none``: activations are kept."""
+Recompute = Literal["full", "none", "auto"]
+"""``full``: each layer keeps its input and runs again in backward. ``none``: activations are kept. ``auto``: the first
+layers of a pass run again, as many as its ``PassWork.recomputed`` says; all where it says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

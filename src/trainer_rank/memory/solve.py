@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from trainer_rank.memory.stretches import (
     StretchKey,
     stretches,
     stretches_at_depth,
+    stretches_of_two_kinds,
 )
 from trainer_rank.memory.trace import Trace
 
@@ -50,32 +51,47 @@ class TracedPass:
         features: Its features, with **all** its calls: those of attention in order, then the chunks of the head.
         shallow: Its trace at the smaller depth; one layer is enough for a pass that only shows kinds of calls.
         deeper: Its trace at the larger depth; None for a pass that only shows kinds of calls.
+        wider: Where some layers are recomputed and some are not, ``deeper`` has one more that is, and this trace one
+            more that is not; None where all are treated alike, or the other two are one and whole.
     """
 
     features: PassFeatures
     shallow: Trace
     deeper: Trace | None
+    wider: Trace | None = None
+
+    def at(self, num_layers: int, recomputed: int | None) -> list[Stretch]:
+        """Return its stretches through a model of ``num_layers`` layers, of which the first ``recomputed`` run again.
+
+        Raises:
+            EnvelopeError: It makes other allocations there.
+        """
+        assert self.deeper is not None, "a pass that is solved for"
+        if self.wider is None:
+            return stretches_at_depth(self.shallow, self.deeper, num_layers)
+        assert recomputed is not None, "three traces are of two kinds of layers"
+        return stretches_of_two_kinds(self.shallow, self.deeper, self.wider, num_layers, recomputed)
 
 
-def solve(passes: Sequence[TracedPass], *, num_layers: int, categories: tuple[str, ...]) -> Envelope:
+def solve(
+    passes: Sequence[TracedPass], *, num_layers: int, categories: tuple[str, ...], recomputed: int | None = None
+) -> Envelope:
     """Return the envelope of a model of ``num_layers`` layers.
 
     Args:
         passes: Traced passes, of one signature. Those with two depths must be one more than the features solved for.
         num_layers: Depth of the model, at least that of the deeper traces.
         categories: Names of the terms, ``NUM_CATEGORIES`` of them.
+        recomputed: Layers that run again in backward, where the others do not; None where all are treated alike.
 
     Raises:
         EnvelopeError: The traces are too few, or their live bytes are not affine in the features.
     """
     assert len(categories) == NUM_CATEGORIES, "one name per category"
-    by_depth = [
-        (traced.features, stretches_at_depth(traced.shallow, traced.deeper, num_layers))
-        for traced in passes
-        if traced.deeper is not None
-    ]
+    by_depth = [(traced.features, traced.at(num_layers, recomputed)) for traced in passes if traced.deeper is not None]
     shallow = [(traced.features, list(stretches(traced.shallow))) for traced in passes]
-    pieces = [*_between_calls(by_depth, num_layers), *_inside_calls(by_depth, shallow, num_layers)]
+    depth = _Depth(num_layers, recomputed)
+    pieces = [*_between_calls(by_depth, depth), *_inside_calls(by_depth, shallow, depth)]
     with_caller = [piece for piece in pieces if piece.phase in CALLER_PHASES]
     others = [piece for piece in pieces if piece.phase not in CALLER_PHASES]
     return Envelope(
@@ -85,10 +101,15 @@ def solve(passes: Sequence[TracedPass], *, num_layers: int, categories: tuple[st
     )
 
 
+class _Depth(NamedTuple):
+    num_layers: int
+    recomputed: int | None
+
+
 _Sampled = Sequence[tuple[PassFeatures, Sequence[Stretch]]]
 
 
-def _between_calls(samples: _Sampled, num_layers: int) -> Iterable[Piece]:
+def _between_calls(samples: _Sampled, depth: _Depth) -> Iterable[Piece]:
     found: dict[StretchKey, list[tuple[PassFeatures, Stretch]]] = {}
     for features, made in samples:
         for stretch in made:
@@ -101,10 +122,10 @@ def _between_calls(samples: _Sampled, num_layers: int) -> Iterable[Piece]:
             # So many allocations per request or per bucket: only the peak of the stretch is affine.
             curves = [curve[[int(curve.sum(1).argmax())]] for curve in curves]
         for terms in _coefficients(design, curves, key):
-            yield _piece(key, num_layers, {"one": terms[0], **dict(zip(_SOLVED, terms[1:], strict=True))})
+            yield _piece(key, depth, {"one": terms[0], **dict(zip(_SOLVED, terms[1:], strict=True))})
 
 
-def _inside_calls(by_depth: _Sampled, shallow: _Sampled, num_layers: int) -> Iterable[Piece]:
+def _inside_calls(by_depth: _Sampled, shallow: _Sampled, depth: _Depth) -> Iterable[Piece]:
     found: dict[StretchKey, list[tuple[Call, Stretch]]] = {}
     for features, made in shallow:
         for stretch in made:
@@ -117,7 +138,7 @@ def _inside_calls(by_depth: _Sampled, shallow: _Sampled, num_layers: int) -> Ite
         for group, base in begins.items():
             if _code(group) == replace(code, call=_group(code).call):
                 key = replace(group, call=code.call)
-                yield from (_piece(key, num_layers, {**base, **sizes}, constant=constant) for constant, sizes in added)
+                yield from (_piece(key, depth, {**base, **sizes}, constant=constant) for constant, sizes in added)
 
 
 def _added(
@@ -244,7 +265,7 @@ def _coefficients(
 
 def _piece(
     key: StretchKey,
-    num_layers: int,
+    depth: _Depth,
     columns: dict[str, NDArray[np.int64]],
     constant: NDArray[np.int64] | None = None,
 ) -> Piece:
@@ -253,7 +274,7 @@ def _piece(
         terms[:, COLUMNS.index(name)] = by_category
     if constant is not None:
         terms[:, 0] += constant
-    return Piece(phase=key.phase, layer=key.layer(num_layers), call=key.call, terms=terms)
+    return Piece(phase=key.phase, layer=key.layer(*depth), call=key.call, terms=terms)
 
 
 def _name(key: StretchKey) -> str:

@@ -32,8 +32,8 @@ NUM_CATEGORIES: Final = 6
 
 def category_names(recompute: Recompute) -> tuple[str, ...]:
     """Return the names of the categories as terms of a price."""
-    kept = "checkpointed inputs" if recompute == "full" else "activations"
-    return (kept, "recomputed activations", "temporaries", "head", "gradients", "caller's loss")
+    kept = {"full": "checkpointed inputs", "none": "activations", "auto": "activations and checkpointed inputs"}
+    return (kept[recompute], "recomputed activations", "temporaries", "head", "gradients", "caller's loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,12 @@ class StretchKey:
 
     Attributes:
         phase: Phase of the mark it follows.
-        end: ``first`` or ``last`` layer, or empty outside layers. Layers between the two make no stretches.
+        end: ``first`` or ``last`` layer, or empty outside layers. Layers between the two make no stretches. Where some
+            layers are recomputed and some are not, each of the two kinds has its own first and last.
         visit: How often the phase had come to that layer before.
         part: Number of calls' groups before it within the mark.
         call: Kind of the call, empty between calls.
+        kept: It lies in a layer that keeps its activations while others are recomputed.
     """
 
     phase: str
@@ -53,10 +55,15 @@ class StretchKey:
     visit: int
     part: int
     call: str = ""
+    kept: bool = False
 
-    def layer(self, num_layers: int) -> int | None:
+    def layer(self, num_layers: int, recomputed: int | None = None) -> int | None:
         """Return the decoder layer it lies in, None outside layers."""
-        return None if not self.end else 0 if self.end == "first" else num_layers - 1
+        if not self.end:
+            return None
+        if self.end == "first":
+            return recomputed if self.kept else 0
+        return num_layers - 1 if self.kept or recomputed is None else recomputed - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +86,7 @@ class Stretch:
 def stretches(trace: Trace) -> Iterator[Stretch]:
     """Yield the stretches of a trace in order."""
     category = _categories(trace)
-    visits: Counter[tuple[str, str]] = Counter()
+    visits: Counter[tuple[str, str, bool]] = Counter()
     live = np.zeros(NUM_CATEGORIES, dtype=np.int64)
     key: StretchKey | None = StretchKey("start", "", 0, 0)
     number = 0
@@ -94,12 +101,12 @@ def stretches(trace: Trace) -> Iterator[Stretch]:
             yield Stretch(key, number, np.array(curve), live.copy())
         curve = [live.copy()]
         if isinstance(step, Mark):
-            end = _end(step.layer, trace.num_layers)
+            end, kept = _end(step.layer, trace)
             if end is None:
                 key = None
             else:
-                key = StretchKey(step.phase, end, visits[step.phase, end], 0)
-                visits[step.phase, end] += 1
+                key = StretchKey(step.phase, end, visits[step.phase, end, kept], 0, kept=kept)
+                visits[step.phase, end, kept] += 1
             number = 0
         elif key is not None:
             key, number = _enter(key, number, step)
@@ -132,17 +139,53 @@ def stretches_at_depth(shallow: Trace, deeper: Trace, num_layers: int) -> list[S
     ]
 
 
+def stretches_of_two_kinds(
+    base: Trace, more_recomputed: Trace, more_kept: Trace, num_layers: int, recomputed: int
+) -> list[Stretch]:
+    """Return the stretches of a pass of which the first ``recomputed`` of ``num_layers`` layers run again in backward.
+
+    At the first and the last layer of either kind, and outside layers, live bytes are affine in both counts.
+
+    Args:
+        base: The pass with a few layers of each kind.
+        more_recomputed, more_kept: With one more of one kind.
+        num_layers, recomputed: The pass wanted.
+
+    Raises:
+        EnvelopeError: The pass makes other allocations with other counts.
+    """
+    assert base.recomputed is not None, "a trace of both kinds of layers"
+    made, up, along = (list(stretches(trace)) for trace in (base, more_recomputed, more_kept))
+    for other in (up, along):
+        if [(s.key, s.number, len(s.live)) for s in made] != [(s.key, s.number, len(s.live)) for s in other]:
+            raise EnvelopeError("a pass makes other allocations with other numbers of recomputed layers")
+    rise = recomputed - base.recomputed
+    run = num_layers - recomputed - (base.num_layers - base.recomputed)
+    return [
+        replace(
+            one,
+            live=one.live + (two.live - one.live) * rise + (three.live - one.live) * run,
+            left=one.left + (two.left - one.left) * rise + (three.left - one.left) * run,
+        )
+        for one, two, three in zip(made, up, along, strict=True)
+    ]
+
+
 def _enter(key: StretchKey, number: int, call: CallMark) -> tuple[StretchKey, int]:
     """Return the key after a call mark and the position of the call in its group."""
     if not call.kind:
-        return StretchKey(key.phase, key.end, key.visit, key.part + 1), 0
-    return StretchKey(key.phase, key.end, key.visit, key.part, call.kind), number + 1 if key.call else 0
+        return replace(key, part=key.part + 1, call=""), 0
+    return replace(key, call=call.kind), number + 1 if key.call else 0
 
 
-def _end(layer: int | None, num_layers: int) -> str | None:
+def _end(layer: int | None, trace: Trace) -> tuple[str | None, bool]:
+    """Return which end of its kind of layers a layer is, None in between, and whether its kind keeps activations."""
     if layer is None:
-        return ""
-    return "first" if layer == 0 else "last" if layer == num_layers - 1 else None
+        return "", False
+    kept = trace.recomputed is not None and layer >= trace.recomputed
+    begin = trace.recomputed if kept and trace.recomputed is not None else 0
+    stop = trace.num_layers if kept or trace.recomputed is None else trace.recomputed
+    return "first" if layer == begin else "last" if layer == stop - 1 else None, kept
 
 
 def _categories(trace: Trace) -> dict[int, int]:

@@ -38,10 +38,15 @@ class CallMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Marks and events in the order they happened, for a model of ``num_layers`` layers."""
+    """Marks and events in the order they happened, for a model of ``num_layers`` layers.
+
+    ``recomputed`` of them, the first, run again in backward, and the others keep their activations; None where all
+    layers are treated alike.
+    """
 
     steps: tuple[Mark | CallMark | Event, ...]
     num_layers: int
+    recomputed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

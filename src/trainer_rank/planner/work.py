@@ -111,6 +111,7 @@ class PassWork:
         indices: Flat indices of all requests, in the order of the outputs.
         no_grad: Whether the pass builds no graph.
         adapter: Adapter it runs with; None is the runtime's own.
+        recomputed: First layers that run again in backward, where the runtime leaves it to the pass; None: as it does.
     """
 
     batch: PackedBatch
@@ -120,6 +121,7 @@ class PassWork:
     indices: tuple[int, ...]
     no_grad: bool
     adapter: str | None
+    recomputed: int | None = None
 
     @property
     def scores_only(self) -> bool:
@@ -131,7 +133,7 @@ class PassWork:
         """Digest of everything about the pass that its memory depends on, tokens excluded."""
         digest = hashlib.blake2b(shape_fingerprint(self.batch).encode(), digest_size=16)
         counts = (self.head.num_rows, self.head.num_labels, *self.head.sizes)
-        digest.update(repr((counts, self.no_grad, self.adapter)).encode())
+        digest.update(repr((counts, self.no_grad, self.adapter, self.recomputed)).encode())
         digest.update(self.head.label_row.tobytes())
         if not self.scores_only:
             top = self.head.top

@@ -66,8 +66,12 @@ class Runtime(ABC):
         return RecomputeReading(decoder=setting, decoder_training=True, built_with=setting, all_training=True)
 
     @abstractmethod
-    def forward(self, batch: PackedBatch) -> Tensor:
-        """Return final hidden states (P, H) of the packed rows, normalised, ready for the head."""
+    def forward(self, batch: PackedBatch, *, recomputed: int | None = None) -> Tensor:
+        """Return final hidden states (P, H) of the packed rows, normalised, ready for the head.
+
+        ``recomputed`` is how many of the first layers run again in backward, where ``recompute`` is ``auto``; None is
+        all of them there, and says nothing otherwise.
+        """
 
     @abstractmethod
     def head(self) -> tuple[Tensor, Tensor | None]:

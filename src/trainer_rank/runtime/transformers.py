@@ -78,7 +78,8 @@ class TransformersRuntime(Runtime):
         model: The model, or a PEFT model around it with one or several LoRA adapters. Its attention implementation is
             switched to tree attention and its training mode turned on (there is no dropout to switch). The active
             adapter becomes the runtime's own; all of them are trained.
-        recompute: ``full`` runs each layer again in backward and keeps only its input; ``none`` keeps activations.
+        recompute: ``full`` runs each layer again in backward and keeps only its input; ``none`` keeps activations;
+            ``auto`` leaves it to each pass how many of its layers run again.
         stands_for: For a model on ``meta``, the device it stands for; None is the model's own.
 
     Raises:
@@ -94,10 +95,11 @@ class TransformersRuntime(Runtime):
         self._causal: Any = causal
         check_supported(self._causal.config)
         self._adapters = Adapters(model)
-        if recompute not in ("full", "none"):
-            raise ConfigError(f"recompute must be 'full' or 'none', got {recompute!r}")
+        if recompute not in ("full", "none", "auto"):
+            raise ConfigError(f"recompute must be 'full', 'none' or 'auto', got {recompute!r}")
         self._check_head()
         causal.set_attn_implementation(ATTENTION)
+        self._elastic = recompute == "auto"
         self._set_recompute(recompute)
         self._built_with = ONE_LAYER if recompute == "full" else RecomputeSetting()
         self._model.train()
@@ -186,8 +188,12 @@ class TransformersRuntime(Runtime):
 
     @property
     def recompute(self) -> Recompute:
-        active = self._causal.is_activation_checkpointing and all(layer.training for layer in self._layers())
-        return "full" if active else "none"
+        layers = self._layers()
+        if not all(layer.training for layer in layers):
+            return "none"
+        if self._elastic:
+            return "auto"
+        return "full" if self._causal.is_activation_checkpointing else "none"
 
     @property
     def recompute_reading(self) -> RecomputeReading:
@@ -212,8 +218,12 @@ class TransformersRuntime(Runtime):
             "facts": str(self._facts),
         }
 
-    def forward(self, batch: PackedBatch) -> Tensor:
+    def forward(self, batch: PackedBatch, *, recomputed: int | None = None) -> Tensor:
         device, observer = self.device, self._observer
+        if self._elastic:
+            for number, layer in enumerate(self._layers()):
+                # The library reads this attribute whenever a layer runs forward; a recomputed layer is past reading it.
+                layer.gradient_checkpointing = recomputed is None or number < recomputed  # type: ignore[assignment]
         kernel, plan = self._kernel(), _plan(batch)
         if observer is None:
             tree = BoundAttention.bind(plan, kernel, device)
@@ -329,7 +339,7 @@ class TransformersRuntime(Runtime):
         return list(self._causal.model.layers)
 
     def _set_recompute(self, recompute: Recompute) -> None:
-        if recompute == "full":
+        if recompute != "none":
             self._causal.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         else:
             self._causal.activation_checkpointing_disable()

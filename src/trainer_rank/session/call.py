@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trainer_rank.admission import Admission, Budget
 from trainer_rank.errors import TrainerRankMemoryError
+from trainer_rank.planner.recompute import layer_rows
 from trainer_rank.requests import Flat, Normaliser, normaliser
 from trainer_rank.session.candidates import Candidate, Candidates
 from trainer_rank.session.execution import Execution
@@ -86,15 +87,56 @@ class Call:
         self._gate.forget()
         budget = self._gate.read_budget()
         split = len(self._groups) > 1 or len(self._recorded) > 1
-        fresh = [
+        fresh = self._fresh(budget, split=split)
+        if any(group.recompute_choices for group in self._groups):
+            fresh = self._fastest(fresh, budget, split=split)
+        split = split or len(fresh) + len(self._recorded) > 1
+        again = [_Planned(range=one, charged_bytes=0, recorded=True) for one in self._recorded]
+        return again + self._ordered(fresh, budget, split=split), split, budget
+
+    def _fresh(self, budget: Budget, *, split: bool) -> list[tuple[int, int, int]]:
+        """Return (group, start, stop) of what no recorded range covers, cut so that it fits."""
+        return [
             (number, *one)
             for number in range(len(self._groups))
             for start, stop in self._left(number)
             for one in self._cut(number, start, stop, budget, split=split)
         ]
-        split = split or len(fresh) + len(self._recorded) > 1
-        again = [_Planned(range=one, charged_bytes=0, recorded=True) for one in self._recorded]
-        return again + self._ordered(fresh, budget, split=split), split, budget
+
+    def _fastest(
+        self, widest: list[tuple[int, int, int]], budget: Budget, *, split: bool
+    ) -> list[tuple[int, int, int]]:
+        """Return the ranges with the least predicted time, among cuts that let fewer and fewer layers be recomputed.
+
+        The widest ranges share the most and recompute the most; narrower ones leave room to keep activations.
+        """
+        best, least = widest, self._time(widest, budget, split=split)
+        skipped, skip = list(self.skipped), self._skip
+        for most in self._groups[0].recompute_choices[-2::-1]:
+            try:
+                self._skip = False
+                self._limit(most)
+                ranges = self._fresh(budget, split=split)
+                time = self._time(ranges, budget, split=split)
+            except TrainerRankMemoryError:
+                # Some request needs more layers recomputed than this; it would with fewer, too.
+                break
+            finally:
+                self._skip, self.skipped[:] = skip, skipped
+                self._limit(None)
+            if time < least:
+                best, least = ranges, time
+        return best
+
+    def _limit(self, most: int | None) -> None:
+        for group in self._groups:
+            group.most_recomputed = most
+
+    def _time(self, ranges: Sequence[tuple[int, int, int]], budget: Budget, *, split: bool) -> int:
+        """Return the predicted time of ranges, each with as few recomputed layers as fit."""
+        pending = self._gate.pending(split=split or len(ranges) > 1)
+        candidates = (self._groups[number].admission(start, stop, budget, pending)[0] for number, start, stop in ranges)
+        return sum(layer_rows(one.works, self._groups[0].num_layers) for one in candidates)
 
     def planned(self) -> Iterator[tuple[Candidate, Admission]]:
         """Yield the passes and the verdict of each planned micro-batch, in the order they would run."""

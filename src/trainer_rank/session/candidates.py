@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer_rank.admission import Admission, Budget, admit
 from trainer_rank.memory import LowerBound, ModelFacts, Price, Term
@@ -25,12 +25,14 @@ class Candidate:
         forwards: Its forwards, all alive together.
         price: Price of the passes together.
         layout: Number of its layout among those that are tried.
+        recomputed: Layers that run again in backward, where that is chosen for each candidate; None where it is not.
     """
 
     indices: tuple[int, ...]
     forwards: tuple[Forward, ...]
     price: Price
     layout: int
+    recomputed: int | None = None
 
     @property
     def works(self) -> tuple[PassWork, ...]:
@@ -39,8 +41,8 @@ class Candidate:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the shapes of its passes."""
-        return _fingerprint(self.works)
+        """Digest of the shapes of its passes. How many layers are recomputed changes no number, and is not in it."""
+        return _fingerprint([_recomputing(work, None) for work in self.works])
 
 
 class Candidates:
@@ -53,6 +55,11 @@ class Candidates:
         layout: Layout every pass must use; None takes the fastest layout that fits.
         max_packed_rows: Hard cap on packed rows of one pass; None for no cap.
         facts: The model.
+        recompute_choices: How many of the first layers may run again in backward, ascending, where that is chosen for
+            each candidate; empty where it is not.
+
+    Attributes:
+        most_recomputed: Larger choices are left out; None leaves out none.
     """
 
     def __init__(
@@ -63,8 +70,11 @@ class Candidates:
         layout: Layout | None,
         max_packed_rows: int | None,
         facts: ModelFacts,
+        recompute_choices: tuple[int, ...] = (),
     ) -> None:
         self._facts = facts
+        self.recompute_choices = recompute_choices
+        self.most_recomputed: int | None = None
         self._leaves = leaves
         self._units = units
         self._pricer = pricer
@@ -72,12 +82,17 @@ class Candidates:
         self._layouts = (None, Layout.full_sharing()) if layout is None else (layout,)
         self._max_packed_rows = max_packed_rows
         self._works: dict[tuple[int, int, int], tuple[PassWork, ...]] = {}
-        self._known: dict[tuple[int, int, int], Candidate] = {}
+        self._known: dict[tuple[int, int, int, int | None], Candidate] = {}
 
     @property
     def num_units(self) -> int:
         """Units in the group."""
         return len(self._units)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return self._facts.num_layers
 
     @property
     def num_layouts(self) -> int:
@@ -110,16 +125,18 @@ class Candidates:
     ) -> tuple[Candidate, Admission]:
         """Return the range under the fastest layout that is admitted, else under the cheapest one.
 
-        A layout that breaks the cap on packed rows is not considered, unless all do. With ``layout``, the number of
-        one, only that one is. When a bound rules all of them out, only the last is worked out, for the refusal.
+        Where it is chosen how many layers are recomputed, the fewest with which a layout is admitted: recomputing all
+        of them takes a third of the time again, and a layout a few rows. A layout that breaks the cap on packed rows
+        is not considered, unless all do. With ``layout``, the number of one, only that one is. When a bound rules all
+        of them out, only the last is worked out, for the refusal.
         """
         choice: Sequence[int] = range(len(self._layouts)) if layout is None else (layout,)
         numbers = [number for number in choice if self._is_within_cap(start, stop, number)]
         if len(numbers) > 1 and self._ruled_out([(start, stop)], budget, pending):
             numbers = numbers[-1:]
         tried = []
-        for number in numbers or choice[-1:]:
-            candidate = self._candidate(start, stop, number)
+        for recomputed, number in itertools.product(self._recomputed(), numbers or choice[-1:]):
+            candidate = self._candidate(start, stop, number, recomputed)
             verdict = admit(candidate.price, budget, pending)
             if verdict.admitted:
                 return candidate, verdict
@@ -137,10 +154,17 @@ class Candidates:
         if len(numbers) > 1 and self._ruled_out(ranges, budget, pending):
             numbers = numbers[-1:]
         tried = []
-        for number in numbers:
-            candidate = self._together(ranges, number)
-            tried.append((candidate, admit(candidate.price, budget, pending)))
+        for recomputed in self._recomputed():
+            candidates = [self._together(ranges, number, recomputed) for number in numbers]
+            tried += [(candidate, admit(candidate.price, budget, pending)) for candidate in candidates]
+            if any(verdict.admitted for _, verdict in tried):
+                break
         return min(tried, key=lambda pair: pair[1].charged_bytes)
+
+    def _recomputed(self) -> tuple[int | None, ...]:
+        """Return the choices of how many layers are recomputed, the fastest first."""
+        most = self.most_recomputed
+        return tuple(one for one in self.recompute_choices if most is None or one <= most) or (None,)
 
     def _ruled_out(self, ranges: Sequence[tuple[int, int]], budget: Budget, pending: tuple[Term, ...]) -> bool:
         """Return whether forwards over these ranges cannot fit together under any layout; packs nothing."""
@@ -172,16 +196,16 @@ class Candidates:
             )
         return self._works[key]
 
-    def _candidate(self, start: int, stop: int, number: int) -> Candidate:
-        key = (start, stop, number)
+    def _candidate(self, start: int, stop: int, number: int, recomputed: int | None) -> Candidate:
+        key = (start, stop, number, recomputed)
         if key not in self._known:
-            self._known[key] = self._together([(start, stop)], number)
+            self._known[key] = self._together([(start, stop)], number, recomputed)
         return self._known[key]
 
-    def _together(self, ranges: Sequence[tuple[int, int]], number: int) -> Candidate:
+    def _together(self, ranges: Sequence[tuple[int, int]], number: int, recomputed: int | None) -> Candidate:
         """Return one forward per range, alive together, as one candidate."""
         forwards = tuple(
-            Forward(requests=self._active(start, stop), works=works)
+            Forward(requests=self._active(start, stop), works=tuple(_recomputing(work, recomputed) for work in works))
             for start, stop in ranges
             if (works := self._passes(start, stop, number))
         )
@@ -191,12 +215,17 @@ class Candidates:
             nothing = Term(name="nothing", num_bytes=0)
             price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
         indices = self.indices(ranges[0][0], ranges[-1][1])
-        return Candidate(indices=indices, forwards=forwards, price=price, layout=number)
+        return Candidate(indices=indices, forwards=forwards, price=price, layout=number, recomputed=recomputed)
 
 
 def _exceeds(bound: LowerBound, budget: Budget, pending: tuple[Term, ...]) -> bool:
     """Return whether what is needed at least does not fit. Only a bound may rule work out, never an estimate."""
     return bound.num_bytes + sum(term.num_bytes for term in pending) > budget.available_bytes
+
+
+def _recomputing(work: PassWork, recomputed: int | None) -> PassWork:
+    """Return the pass with so many of its layers recomputed; one without gradients recomputes nothing."""
+    return work if work.no_grad or work.recomputed == recomputed else replace(work, recomputed=recomputed)
 
 
 def _fingerprint(works: Sequence[PassWork]) -> str:

@@ -48,6 +48,9 @@ class Pricer(Protocol):
     grows_with_features: bool
     """Whether a request that reaches another in every feature costs no less."""
 
+    tells_recompute: bool
+    """Whether its prices depend on how many layers of a pass are recomputed."""
+
     def check_caller(self, bytes_per_token: int, *, source: str) -> None:
         """Raise ``ConfigError`` for a caller's loss the pricer does not support; ``source`` says where it is from."""
 
@@ -88,6 +91,7 @@ class PassByPass:
     """
 
     grows_with_features = True
+    tells_recompute = True
 
     def __init__(self, price: Callable[[PassWork], Price], facts: ModelFacts) -> None:
         self._price = price

@@ -44,6 +44,7 @@ class ProfilePricing:
     """
 
     grows_with_features = False
+    tells_recompute = False
 
     def __init__(self, runtime: Runtime, book: ProfileBook | None = None) -> None:
         self._runtime = runtime

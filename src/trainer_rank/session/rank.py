@@ -19,6 +19,7 @@ from trainer_rank.executor.self_test import self_test
 from trainer_rank.memory import Observation, Timeline
 from trainer_rank.meters import Meter, open_meter
 from trainer_rank.planner import PassWork
+from trainer_rank.planner.recompute import recompute_choices
 from trainer_rank.prefix import Layout
 from trainer_rank.report import Record
 from trainer_rank.requests import Flat, Request, flatten, normaliser
@@ -382,7 +383,17 @@ class TrainerRank:
         return Call(flat, groups, self._gate, skip=skip, recorded=recorded)
 
     def _candidates(self, flat: Flat, units: Sequence[Unit]) -> Candidates:
-        return Candidates(flat.leaves, units, self._pricing, self._layout, self._max_packed_tokens, self.runtime.facts)
+        # Learned bytes per row do not tell how many layers were recomputed; all of them are, then.
+        chosen = self.runtime.recompute == "auto" and self._pricing.tells_recompute
+        return Candidates(
+            flat.leaves,
+            units,
+            self._pricing,
+            self._layout,
+            self._max_packed_tokens,
+            self.runtime.facts,
+            recompute_choices(self.runtime.facts.num_layers) if chosen else (),
+        )
 
 
 def _check_positive(name: str, value: int) -> None:

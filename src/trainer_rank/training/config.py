@@ -82,7 +82,7 @@ class ModelSection(_Section):
 
     path: Path
     dtype: Literal["float32", "bfloat16"] = "float32"
-    recompute: Literal["full", "none"] = "full"
+    recompute: Literal["full", "none", "auto"] = "full"
     lora: LoraSection | None = Field(default_factory=LoraSection)
 
 
