@@ -51,10 +51,8 @@ DATA = ROOT / ".cache" / "demo" / "train.jsonl"
 ENVIRONMENT = ROOT / ".trl"
 TRL = "trl==1.16.0"
 
-UPDATES = 3
-GROUPS = 2
-COMPLETIONS = 8
-PROMPT, COMPLETION = (96, 16) if quick() else (240, 40)
+UPDATES, GROUPS, COMPLETIONS = (2, 1, 2) if quick() else (3, 2, 8)
+PROMPT, COMPLETION = (18, 4) if quick() else (240, 40)
 LEARNING_RATE = 1e-4
 MAX_GRAD_NORM = 1.0
 EPSILON = 0.2
@@ -64,7 +62,7 @@ BUDGET = "3GiB"
 KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(1 << 25), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Has glibc keep what is freed; 32 MiB is the most it takes as the first."""
 
-SETTINGS = [(8, True), (8, False), (1, True)]
+SETTINGS = [(COMPLETIONS, True), (COMPLETIONS, False), (1, True)]
 """Sequences a pass, and recomputation, of TRL's runs."""
 
 

@@ -385,15 +385,9 @@ class TrainerRank:
     def _candidates(self, flat: Flat, units: Sequence[Unit]) -> Candidates:
         # Learned bytes per row do not tell how many layers were recomputed; all of them are, then.
         chosen = self.runtime.recompute == "auto" and self._pricing.tells_recompute
-        return Candidates(
-            flat.leaves,
-            units,
-            self._pricing,
-            self._layout,
-            self._max_packed_tokens,
-            self.runtime.facts,
-            recompute_choices(self.runtime.facts.num_layers) if chosen else (),
-        )
+        facts = self.runtime.facts
+        choices = recompute_choices(facts.num_layers) if chosen else ()
+        return Candidates(flat.leaves, units, self._pricing, self._layout, self._max_packed_tokens, facts, choices)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -173,7 +173,7 @@ def test_an_envelope_is_made_once_and_then_loaded(
     """Across pricers, which may live in other processes."""
     made = []
 
-    def make(runtime: Runtime, *, no_grad: bool = False, adapter: str | None = None) -> Envelope:
+    def make(runtime: Runtime, *, no_grad: bool, **_: object) -> Envelope:
         made.append(no_grad)
         return envelope
 

@@ -161,7 +161,7 @@ def test_an_adapter_on_the_head_is_refused() -> None:
 def test_an_unknown_recompute_mode_is_an_error() -> None:
     """The error names the value and the modes."""
     model = transformers.AutoModelForCausalLM.from_config(ACCEPTED["llama"])
-    with pytest.raises(ConfigError, match="recompute must be 'full' or 'none', got 'some'"):
+    with pytest.raises(ConfigError, match="recompute must be 'full', 'none' or 'auto', got 'some'"):
         TransformersRuntime(model, recompute="some")  # type: ignore[arg-type]
 
 

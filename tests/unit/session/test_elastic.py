@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.builders import completion, completions, negative_sum, offering, tiny_runtime, tokens
 from trainer_rank import TrainerRank
-from trainer_rank.errors import ConfigError, TrainerRankMemoryError
+from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.executor.dry_run import DryRunPricer
 from trainer_rank.executor.envelope_pricer import TracedByKind, make_envelope
 from trainer_rank.executor.pass_features import pass_features
@@ -128,9 +128,3 @@ def test_choices_and_times() -> None:
     times = [layer_rows([replace(work, recomputed=k)], 12) for k in (0, 6, 12)]
     assert times == [rows * 36, rows * 42, rows * 48]
     assert layer_rows([replace(work, no_grad=True)], 12) == rows * 12
-
-
-def test_another_word_is_refused() -> None:
-    """With the three there are."""
-    with pytest.raises(ConfigError, match="'full', 'none' or 'auto', got 'some'"):
-        elastic("some")
