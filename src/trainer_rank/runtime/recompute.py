@@ -10,7 +10,9 @@ from trainer_rank.memory import RecomputeReading, RecomputeSetting
 from trainer_rank.memory.signature import ONE_LAYER
 
 
-def read_recompute(model: nn.Module, layers: Sequence[nn.Module], built_with: RecomputeSetting) -> RecomputeReading:
+def read_recompute(
+    model: nn.Module, layers: Sequence[nn.Module], built_with: RecomputeSetting, *, elastic: bool = False
+) -> RecomputeReading:
     """Return what the next forward will run again in backward.
 
     The library runs a decoder layer again when the layer's own flag is set and the layer itself is in training mode.
@@ -20,10 +22,13 @@ def read_recompute(model: nn.Module, layers: Sequence[nn.Module], built_with: Re
         model: The whole model, adapters included.
         layers: Its decoder layers.
         built_with: What its runtime was built with.
+        elastic: Whether each forward sets the flags itself: those of the last one say nothing, and a forward that is
+            told nothing runs every layer again.
     """
     flags = [getattr(layer, "gradient_checkpointing", None) for layer in layers]
+    decoder = None if not flags or None in flags else _setting([elastic or bool(flag) for flag in flags])
     return RecomputeReading(
-        decoder=None if not flags or None in flags else _setting([bool(flag) for flag in flags]),
+        decoder=decoder,
         decoder_training=all(layer.training for layer in layers),
         built_with=built_with,
         all_training=all(module.training for module in model.modules()),

@@ -101,7 +101,7 @@ class TransformersRuntime(Runtime):
         causal.set_attn_implementation(ATTENTION)
         self._elastic = recompute == "auto"
         self._set_recompute(recompute)
-        self._built_with = ONE_LAYER if recompute == "full" else RecomputeSetting()
+        self._built_with = RecomputeSetting() if recompute == "none" else ONE_LAYER
         self._model.train()
         self._parameters: tuple[Tensor, ...] = tuple(p for p in model.parameters() if p.requires_grad)
         self._stands_for = self.device if stands_for is None else stands_for
@@ -197,7 +197,7 @@ class TransformersRuntime(Runtime):
 
     @property
     def recompute_reading(self) -> RecomputeReading:
-        return read_recompute(self._causal, self._layers(), self._built_with)
+        return read_recompute(self._causal, self._layers(), self._built_with, elastic=self._elastic)
 
     @property
     def signature(self) -> Mapping[str, object]:

@@ -17,7 +17,7 @@ MEANING: Final[Mapping[str, str]] = {
     "model": "The model that is trained.",
     "model.path": "Folder with config.json, weights and tokenizer.",
     "model.dtype": "Of the parameters.",
-    "model.recompute": "full keeps each layer's input only; none all activations; auto as many as fit, pass by pass.",
+    "model.recompute": "full keeps each layer's input only, none all activations, auto as many as fit.",
     "model.lora": "Low-rank adapters; null instead of this section trains every weight.",
     "model.lora.rank": "Rank of the adapters.",
     "model.lora.alpha": "Scale; an adapter's output is multiplied by alpha / rank.",

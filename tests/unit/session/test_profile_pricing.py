@@ -155,6 +155,20 @@ def test_without_a_decoder_to_read_the_constructor_and_every_submodule_decide() 
     assert read_recompute(model, [], ONE_LAYER).decoder is None
 
 
+def test_elastic_recompute_is_full_under_this_pricer(new_rank: NewRank) -> None:
+    """Whatever the last forward of another rank left in the layers' flags, its own next one runs every layer again."""
+    rank = new_rank(model={**FULL, "recompute": "auto"}, pricing="profile")
+    layers = rank.runtime._layers()  # type: ignore[attr-defined]
+    layers[0].gradient_checkpointing = False
+    assert rank.runtime.recompute_reading.one_layer
+    train(rank, LONG)
+    assert all(layer.gradient_checkpointing for layer in layers)
+    (entry,) = rank.learned()["profiles"]
+    assert entry["signature"]["recompute"] == "full/uniform/1"
+    layers[1].eval()
+    assert not rank.runtime.recompute_reading.one_layer
+
+
 @pytest.mark.parametrize("recompute", ["full", "none"])
 def test_the_runtime_reads_its_model(recompute: str) -> None:
     runtime = tiny_runtime(recompute=recompute, layers=2)  # type: ignore[arg-type]
