@@ -266,7 +266,7 @@ def check_real() -> dict[str, float]:
 def main() -> None:
     """Run everything; with ``--quick`` a few shapes and no real model."""
     begin = time.perf_counter()
-    drawn = shapes()[::11] if quick() else shapes()
+    drawn = shapes()[::22] if quick() else shapes()
     figures: dict[str, float] = {"shapes": len(drawn)}
     for dtype, norms in ((torch.float64, norms_in_float64()), (torch.float32, contextlib.nullcontext())):
         with norms:

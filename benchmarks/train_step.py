@@ -42,7 +42,7 @@ from trainer_rank.runtime.transformers import TransformersRuntime  # noqa: E402
 logging.set_verbosity_error()
 
 VOCABULARY = 1024
-REPEATS = 3 if quick() else 7
+REPEATS = 1 if quick() else 7
 SCALE = 8 if quick() else 1
 
 

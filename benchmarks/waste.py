@@ -99,10 +99,10 @@ def train(
 
 
 def main() -> None:
-    """Fill every device; with ``--quick`` two models."""
+    """Fill every device; with ``--quick`` of one model."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     found: Counter[str] = Counter()
-    for what, runtime, steps in models(2 if quick() else MODELS):
+    for what, runtime, steps in models(1 if quick() else MODELS):
         begin = time.perf_counter()
         resident, needed = charged(runtime, steps)
         row = []
