@@ -20,7 +20,8 @@ class AdmissionRecord:
     Attributes:
         decision: Number of the decision within its rank.
         verdict: ``admitted`` or ``refused``.
-        passes: Features of each pass: rows, tokens, segments, head rows, labels, grad mode, adapter, shape digest.
+        passes: Features of each pass: rows, tokens, segments, head rows, labels, grad mode, adapter, shape
+            digest; how many of its layers are recomputed, None where the mode says it for all.
         recompute: Recompute mode the price holds for.
         pricing: Name of the pricer, and what it read and had learned when it made the price.
         terms: Bytes by name; they sum to ``charged_bytes``.
@@ -126,6 +127,7 @@ def _features(work: PassWork) -> dict[str, Any]:
         "requests": len(work.indices),
         "head_rows": work.head.num_rows,
         "labels": work.head.num_labels,
+        "recomputed": work.recomputed,
         "top_k": work.head.top.k,
         "top_k_rows": int(work.head.top.rows.size),
         "logits_rows": work.logits.num_rows,
