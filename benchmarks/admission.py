@@ -43,7 +43,7 @@ from trainer_rank import Request, TrainerRank, TrainerRankMemoryError, Transform
 from trainer_rank.memory import Price, Term  # noqa: E402
 from trainer_rank.meters import Meter, open_meter  # noqa: E402
 
-WORKLOADS = 3 if quick() else 270
+WORKLOADS = 1 if quick() else 270
 CHILDREN, PER_CHILD = (1, 1) if quick() else (3, 10)
 SAMPLE = 1 if quick() else 24
 SHAPES = ("single", "tiny", "labels", "apart", "flat", "ragged", "wide", "chain", "random")
