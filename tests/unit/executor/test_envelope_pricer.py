@@ -15,7 +15,7 @@ from tests.builders import completion, completions, tiny_runtime, tokens
 from trainer_rank.errors import EnvelopeError
 from trainer_rank.executor import envelope_pricer
 from trainer_rank.executor.dry_run import DryRunPricer
-from trainer_rank.executor.envelope_pricer import EnvelopePricer, make_envelope
+from trainer_rank.executor.envelope_pricer import EnvelopePricer, TracedByKind, make_envelope
 from trainer_rank.executor.envelope_store import EnvelopeStore
 from trainer_rank.executor.pass_features import all_calls
 from trainer_rank.executor.sample_passes import SamplePasses
@@ -36,8 +36,14 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
 
 
 @pytest.fixture(scope="module")
-def envelope(runtime: Runtime) -> Envelope:
-    return make_envelope(runtime)
+def traced(runtime: Runtime) -> TracedByKind:
+    """Traces of the sample passes, which every envelope of the runtime can be solved from."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def envelope(runtime: Runtime, traced: TracedByKind) -> Envelope:
+    return make_envelope(runtime, traced=traced)
 
 
 @pytest.fixture
@@ -213,7 +219,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(envelope: Envelope, tmp
 
 @pytest.mark.parametrize("percent", [99, 102], ids=["too low", "too high"])
 def test_an_envelope_that_fails_its_check_is_not_used(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, percent: int
+    runtime: Runtime, envelope: Envelope, traced: TracedByKind, monkeypatch: pytest.MonkeyPatch, percent: int
 ) -> None:
     """Held-out passes decide; the pass is then run dry, and the user is told why."""
     honest = envelope_pricer.solve
@@ -225,7 +231,12 @@ def test_an_envelope_that_fails_its_check_is_not_used(
 
     monkeypatch.setattr(envelope_pricer, "solve", bent)
     with pytest.raises(EnvelopeError, match="held-out pass"):
-        make_envelope(runtime)
+        make_envelope(runtime, traced=traced)
+    monkeypatch.setattr(
+        envelope_pricer,
+        "make_envelope",
+        lambda runtime, **options: make_envelope(runtime, **{**options, "traced": traced}),
+    )
     pricer = EnvelopePricer(runtime, head_chunk_rows=CHUNK_ROWS, caller_bytes_per_token=0, dry_runs_first=0)
     one = work(completions([4, 8], prompt=5))
     with warnings.catch_warnings(record=True) as caught:
