@@ -30,16 +30,21 @@ SECOND = "second"
 
 @dataclass(slots=True)
 class Errors:
-    """Worst differences: of an output's element, of a parameter's gradient relative to its scale."""
+    """Worst differences: of an output's element, of a parameter's gradient relative to its scale, and to its own norm.
+
+    ``own`` makes no allowance for gradients that cancel, but for those that are zero but for rounding.
+    """
 
     outputs: float = 0.0
     gradient: float = 0.0
+    own: float = 0.0
     passes: int = 0
 
-    def meet(self, outputs: float, gradient: float) -> None:
+    def meet(self, outputs: float, gradient: tuple[float, float]) -> None:
         """Take in the errors of a split; what is not a number is worst of all."""
         self.outputs = float(np.max([self.outputs, np.nan_to_num(outputs, nan=1e9)]))
-        self.gradient = float(np.max([self.gradient, np.nan_to_num(gradient, nan=1e9)]))
+        scaled, own = np.nan_to_num(gradient, nan=1e9)
+        self.gradient, self.own = float(np.max([self.gradient, scaled])), float(np.max([self.own, own]))
 
 
 def mixed_subject(family: str, trained: str, dtype: torch.dtype) -> Subject:
@@ -184,8 +189,8 @@ difference of terms that cancel (keys, queries and their norms in requests of a 
 """
 
 
-def _gradient_error(model: Any, wanted: dict[str, Tensor]) -> float:
-    """Return the worst parameter's error over its norm, at least ``SMALL`` of the whole gradient's.
+def _gradient_error(model: Any, wanted: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the worst parameter's error over its norm, at least ``SMALL`` of the whole gradient's, and over its own.
 
     A parameter whose gradient is zero but for rounding (keys and queries of one-token requests) is judged against the
     whole gradient.
@@ -193,12 +198,14 @@ def _gradient_error(model: Any, wanted: dict[str, Tensor]) -> float:
     """
     whole = float(torch.stack([grad.double().norm() for grad in wanted.values()]).norm())
     if not whole:
-        return 0.0
-    worst = 0.0
+        return 0.0, 0.0
+    worst = worst_own = 0.0
     for name, parameter in model.named_parameters():
         scale = float(wanted[name].double().norm())
         found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         off = float((found - wanted[name]).double().norm())
         rounding = 64 * torch.finfo(parameter.dtype).eps
-        worst = float(np.max([worst, off / (max(scale, SMALL * whole) if scale > rounding * whole else whole)]))
-    return worst
+        own = scale if scale > rounding * whole else whole
+        worst = float(np.max([worst, off / (max(own, SMALL * whole))]))
+        worst_own = float(np.max([worst_own, off / own]))
+    return worst, worst_own

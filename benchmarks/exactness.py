@@ -19,6 +19,7 @@ of the difference over the norm of the reference, for the worst single parameter
 for a parameter whose reference is zero). ``*_outputs`` and ``*_outputs_grad`` are the same of the mixed batches, where
 an output may also be a logit or an element of a hidden state, and a parameter with less than a thousandth of the whole
 gradient's norm is judged against that thousandth: short requests leave keys and queries with differences that cancel.
+``*_outputs_grad_own`` is the same without that allowance, and has no target.
 """
 
 from __future__ import annotations
@@ -221,6 +222,7 @@ def check_all_outputs(drawn: Sequence[Shape], dtype: torch.dtype) -> dict[str, f
     return {
         f"{name}_outputs": errors.outputs,
         f"{name}_outputs_grad": errors.gradient,
+        f"{name}_outputs_grad_own": errors.own,
         f"{name}_outputs_passes": errors.passes,
     }
 

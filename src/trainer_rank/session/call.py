@@ -111,22 +111,30 @@ class Call:
         The widest ranges share the most and recompute the most; narrower ones leave room to keep activations.
         """
         best, least = widest, self._time(widest, budget, split=split)
-        skipped, skip = list(self.skipped), self._skip
         for most in self._groups[0].recompute_choices[-2::-1]:
+            self._limit(most)
             try:
-                self._skip = False
-                self._limit(most)
-                ranges = self._fresh(budget, split=split)
-                time = self._time(ranges, budget, split=split)
-            except TrainerRankMemoryError:
+                ranges = self._within_limit(budget, split=split)
+                time = None if ranges is None else self._time(ranges, budget, split=split)
+            finally:
+                self._limit(None)
+            if ranges is None or time is None:
                 # Some request needs more layers recomputed than this; it would with fewer, too.
                 break
-            finally:
-                self._skip, self.skipped[:] = skip, skipped
-                self._limit(None)
             if time < least:
                 best, least = ranges, time
         return best
+
+    def _within_limit(self, budget: Budget, *, split: bool) -> list[tuple[int, int, int]] | None:
+        """Return what ``_fresh`` does, under the limit in force; None when some unit does not fit. Refuses nothing."""
+        found: list[tuple[int, int, int]] = []
+        for number, group in enumerate(self._groups):
+            for start, stop in self._left(number):
+                ranges = self._gate.ranges(group, start, stop, budget, split=split)
+                if ranges is None:
+                    return None
+                found += [(number, *one) for one in ranges]
+        return found
 
     def _limit(self, most: int | None) -> None:
         for group in self._groups:

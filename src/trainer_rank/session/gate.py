@@ -75,6 +75,13 @@ class Gate:
             start, split = ranges + 1, True
         return found
 
+    def ranges(
+        self, group: Candidates, start: int, stop: int, budget: Budget, *, split: bool
+    ) -> list[tuple[int, int]] | None:
+        """Return ranges covering the units, each admitted; None when some unit cannot fit alone. Records no refusal."""
+        found = self._split(group, start, stop, budget, split=split)
+        return None if isinstance(found, int) else found
+
     def _split(
         self, group: Candidates, start: int, stop: int, budget: Budget, *, split: bool
     ) -> list[tuple[int, int]] | int:

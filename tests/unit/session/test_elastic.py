@@ -21,6 +21,7 @@ from trainer_rank.meters import open_meter
 from trainer_rank.planner import pass_work
 from trainer_rank.planner.recompute import layer_rows, recompute_choices
 from trainer_rank.prefix import Layout
+from trainer_rank.report import AdmissionRecord, Record
 
 LAYERS = 6
 BATCH = completions([30, 20, 60, 61], prompt=90)
@@ -108,6 +109,26 @@ def test_a_narrow_pass_that_keeps_activations_beats_a_wide_one_that_does_not() -
         room = one + 3 * runtime.facts.trainable_bytes + runtime.facts.adam_state_bytes
         rank = TrainerRank(runtime, meter=offering(meter, room), head_chunk_rows=64, verify_backend=False)
         assert [work.recomputed for planned in rank.plan(apart) for work in planned.works] == [0, 0, 0, 0]
+
+
+def test_looking_for_a_faster_cut_records_no_refusal() -> None:
+    """A request that needs every layer recomputed is refused under no smaller choice: none was offered to anyone."""
+    with open_meter("cpu") as meter:
+        runtime = elastic()
+        dry = DryRunPricer(runtime, head_chunk_rows=64, caller_bytes_per_token=256)
+        least = dry.price(replace(pass_work(BATCH[-1:], [0]), recomputed=LAYERS)).required_bytes
+        records: list[Record] = []
+        rank = TrainerRank(
+            runtime, meter=offering(meter, least + runtime.facts.adam_state_bytes + 64), head_chunk_rows=64,
+            verify_backend=False, on_decision=records.append,
+        )  # fmt: skip
+        (planned,) = rank.plan(BATCH[-1:])
+        assert planned.works[0].recomputed == LAYERS
+        for micro_batch in rank.forward_micro_batches(BATCH[-1:]):
+            negative_sum(micro_batch).backward()
+            del micro_batch
+        verdicts = [record.verdict for record in records if isinstance(record, AdmissionRecord)]
+        assert verdicts == ["admitted"]
 
 
 def test_what_does_not_fit_with_all_recomputed_is_refused() -> None:
