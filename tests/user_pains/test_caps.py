@@ -13,7 +13,7 @@ from trainer_rank import Request, TrainerRank
 from trainer_rank.admission import Budget
 from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.memory import ModelFacts, Price, Term
-from trainer_rank.planner import split_greedily
+from trainer_rank.planner.greedy import split_greedily
 from trainer_rank.requests import flatten
 from trainer_rank.session.candidates import Candidates
 from trainer_rank.session.pricing import PassByPass

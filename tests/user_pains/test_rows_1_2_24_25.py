@@ -14,7 +14,7 @@ from trainer_rank.cli.main import FAILED, SUCCESS, run
 from trainer_rank.memory import ModelFacts, Price, Term
 from trainer_rank.meters.devices import Device, find_device
 from trainer_rank.meters.waste import SEGMENTS_BYTES
-from trainer_rank.planner import split_greedily
+from trainer_rank.planner.greedy import split_greedily
 from trainer_rank.planning.data_set import DataSet
 from trainer_rank.planning.options import Options
 from trainer_rank.planning.plan import make_data_set_plan, make_plan

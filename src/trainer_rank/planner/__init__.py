@@ -1,6 +1,19 @@
 """Which requests go into which pass. Pure; asks only ``fits(...)``."""
 
-from trainer_rank.planner.greedy import split_greedily
+from trainer_rank.planner.pass_bound import PassBound
+from trainer_rank.planner.passes import PassPlan, plan_passes
+from trainer_rank.planner.sharing import Sharing
 from trainer_rank.planner.work import DenseRows, HeadRows, PassWork, TopRows, head_rows, pass_work
 
-__all__ = ["DenseRows", "HeadRows", "PassWork", "TopRows", "head_rows", "pass_work", "split_greedily"]
+__all__ = [
+    "DenseRows",
+    "HeadRows",
+    "PassBound",
+    "PassPlan",
+    "PassWork",
+    "Sharing",
+    "TopRows",
+    "head_rows",
+    "pass_work",
+    "plan_passes",
+]

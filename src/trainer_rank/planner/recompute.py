@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from trainer_rank.planner.passes import PASS_ROWS
 from trainer_rank.planner.work import PassWork
 
 MOST_CHOICES: Final = 5
@@ -16,9 +17,6 @@ MOST_CHOICES: Final = 5
 
 FEWEST_FOR_SOME: Final = 6
 """Layers below which only none and all are offered."""
-
-PASS_ROWS: Final = 16
-"""Packed rows whose time a pass costs by itself. A convention: it keeps equal plans from being cut further."""
 
 
 def recompute_choices(num_layers: int) -> tuple[int, ...]:

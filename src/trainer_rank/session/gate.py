@@ -9,7 +9,7 @@ from trainer_rank.admission import Admission, Budget
 from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.memory import Price, Term
 from trainer_rank.meters import Meter, Reading
-from trainer_rank.planner import split_greedily
+from trainer_rank.planner.greedy import split_greedily
 from trainer_rank.requests import Flat
 from trainer_rank.runtime import Runtime
 from trainer_rank.session.candidates import Candidate, Candidates

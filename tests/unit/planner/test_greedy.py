@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_rank.planner import split_greedily
+from trainer_rank.planner.greedy import split_greedily
 
 
 def fewest_passes(num_units: int, costs: list[int], budget: int) -> int | None:
