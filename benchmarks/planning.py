@@ -1,8 +1,8 @@
 """Which requests go into which pass: against the exhaustive optimum, against a bound, and how long it takes.
 
-* ``not_optimal``: of 2,000 small instances (2 to 7 requests; two planners, as shipped and without the comparison of all
-  plans that it makes of few requests), those whose plan claims to be optimal and is not. ``optimal_share``: those of the
-  second planner that are, claimed or not.
+* ``not_optimal``: of 2,000 small instances (2 to 7 requests; two planners, as shipped and without the comparison of
+  all plans that it makes of few requests), those whose plan claims to be optimal and is not. ``optimal_share``: those
+  of the second planner that are, claimed or not.
 * 32 groups of 16 ragged responses (prompt 2,048 tokens, responses up to 4,096, no system prompt, 2.18M tokens in all;
   seeds 0 to 3), at most 16,384 packed rows a pass, arriving grouped, shuffled and reversed: ``passes`` and ``rows`` are
   the worst of the twelve, ``orders`` the number of different plans a seed has over its orders, ``gap`` the worst
@@ -36,9 +36,9 @@ TOKENS = 2_180_000
 CAPACITY = 16_384
 
 RIVALS = (
-    "For orientation, measured elsewhere on such a batch (1,185,843 unique tokens): grouped arrival 86 passes and 1.352M "
-    "rows at best, shuffled 112 and 1.799M; 5.6 to 144 s with their own trees. Layout search alone over 4,096 requests: "
-    "14.6 s."
+    "For orientation, measured elsewhere on such a batch (1,185,843 unique tokens): grouped arrival 86 passes and "
+    "1.352M rows at best, shuffled 112 and 1.799M; 5.6 to 144 s with their own trees. Layout search alone over 4,096 "
+    "requests: 14.6 s."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -13,7 +14,7 @@ from trainer_rank import Request, TrainerRank
 from trainer_rank.admission import Budget
 from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.memory import ModelFacts, Price, Term
-from trainer_rank.planner.greedy import split_greedily
+from trainer_rank.planner.fit import FittedPasses, fit_passes
 from trainer_rank.requests import flatten
 from trainer_rank.session.candidates import Candidates
 from trainer_rank.session.pricing import PassByPass
@@ -33,10 +34,10 @@ def rows_by_pass(lengths: Sequence[int], cap: int) -> list[int]:
     requests = [Request.next_token([number * 10 + 1] * length) for number, length in enumerate(lengths)]
     (units,) = plan_order(flatten(requests), FACTS)
     group = Candidates(flatten(requests).leaves, units, PassByPass(lambda work: NOTHING, FACTS), None, cap, FACTS)
-    ranges = split_greedily(group.num_units, group.within_cap, shared=group.shared_rows)
-    assert not isinstance(ranges, int)
-    assert sorted(index for one in ranges for index in group.indices(*one)) == list(range(len(lengths)))
-    passes = [group.admission(*one, PLENTY, ())[0].works for one in ranges]
+    found = fit_passes(group.sharing, lambda units: 0.0 if group.within_cap(tuple(units)) else math.inf, most_rows=cap)
+    assert isinstance(found, FittedPasses)
+    assert sorted(index for one in found.passes for index in group.indices(one)) == list(range(len(lengths)))
+    passes = [group.admission(one, PLENTY, ())[0].works for one in found.passes]
     return [sum(work.batch.packed_rows for work in works) for works in passes]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from trainer_rank.cli.main import FAILED, SUCCESS, run
 from trainer_rank.memory import ModelFacts, Price, Term
 from trainer_rank.meters.devices import Device, find_device
 from trainer_rank.meters.waste import SEGMENTS_BYTES
-from trainer_rank.planner.greedy import split_greedily
+from trainer_rank.planner.fit import Fill, FittedPasses, fit_passes
 from trainer_rank.planning.data_set import DataSet
 from trainer_rank.planning.options import Options
 from trainer_rank.planning.plan import make_data_set_plan, make_plan
@@ -26,6 +27,13 @@ from trainer_rank.session.units import plan_order
 from trainer_rank.units import GIB
 
 CAP = 921
+
+
+def keeps_to_the_cap(group: Candidates) -> Fill:
+    """Memory that never runs out."""
+    return lambda units: 0.0 if group.within_cap(tuple(units)) else math.inf
+
+
 FACTS = ModelFacts(
     family="llama", num_layers=2, hidden_size=8, num_heads=2, num_key_value_heads=1, head_size=4, vocabulary_size=64,
     max_positions=4096, dtype="float32", weight_bytes=0, trainable_bytes=0, num_trainable=0, largest_trainable_bytes=0,
@@ -57,11 +65,11 @@ def test_no_pass_exceeds_the_cap_in_200_draws() -> None:
         flat = flatten([completion(prompt, draw.integers(1, 64, int(length))) for length in lengths])
         (units,) = plan_order(flat, FACTS)
         group = Candidates(flat.leaves, units, PassByPass(lambda work: nothing, FACTS), None, CAP, FACTS)
-        ranges = split_greedily(group.num_units, group.within_cap, shared=group.shared_rows)
-        assert not isinstance(ranges, int)
-        assert sorted(index for one in ranges for index in group.indices(*one)) == list(range(20))
-        for one in ranges:
-            candidate, _ = group.admission(*one, plenty, ())
+        found = fit_passes(group.sharing, keeps_to_the_cap(group), most_rows=CAP)
+        assert isinstance(found, FittedPasses)
+        assert sorted(index for one in found.passes for index in group.indices(one)) == list(range(20))
+        for one in found.passes:
+            candidate, _ = group.admission(one, plenty, ())
             assert sum(work.batch.packed_rows for work in candidate.works) <= CAP
 
 

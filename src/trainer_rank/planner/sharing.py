@@ -46,6 +46,12 @@ class Sharing:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def of(self, units: Sequence[int]) -> Sharing:
+        """Return some of the units, given in ascending order, as units of their own."""
+        return Sharing(
+            [self.lengths[unit] for unit in units], [0, *(self.common(a, b) for a, b in pairwise(units))][: len(units)]
+        )
+
     def common(self, a: int, b: int) -> int:
         """Return the rows that two units share, ``a`` before ``b`` in tree order."""
         exponent = (b - a).bit_length() - 1

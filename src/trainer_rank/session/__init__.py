@@ -3,6 +3,6 @@
 from trainer_rank.session.call import MicroBatches, Skipped
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result, TopK
 from trainer_rank.session.rank import TrainerRank
-from trainer_rank.session.split import SplitRange
+from trainer_rank.session.split import SplitPart
 
-__all__ = ["MicroBatch", "MicroBatchStats", "MicroBatches", "Result", "Skipped", "SplitRange", "TopK", "TrainerRank"]
+__all__ = ["MicroBatch", "MicroBatchStats", "MicroBatches", "Result", "Skipped", "SplitPart", "TopK", "TrainerRank"]

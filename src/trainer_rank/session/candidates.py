@@ -1,4 +1,4 @@
-"""Ranges of units as passes with a price, worked out once each."""
+"""Sets of units as passes with a price, worked out once each."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from dataclasses import dataclass, replace
 
 from trainer_rank.admission import Admission, Budget, admit
 from trainer_rank.memory import LowerBound, ModelFacts, Price, Term
-from trainer_rank.planner import PassWork, pass_work
+from trainer_rank.planner import PassWork, Sharing, pass_work
 from trainer_rank.prefix import Layout
 from trainer_rank.requests import Request
 from trainer_rank.session.pricing import Forward, Pricer
 from trainer_rank.session.units import PassKey, Unit, pass_key
 
+Units = tuple[int, ...]
+"""Numbers of units of a group, ascending."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A range of units as one micro-batch: its passes and what they cost together.
+    """Units as one micro-batch: its passes and what they cost together.
 
     Attributes:
         indices: Flat indices of its leaves, inactive ones included, in reading order.
@@ -46,7 +49,7 @@ class Candidate:
 
 
 class Candidates:
-    """Answers ``admission(start, stop)`` for ranges of one group of units.
+    """Answers ``admission(units)`` for units of one group.
 
     Args:
         leaves: All requests of the call.
@@ -81,8 +84,8 @@ class Candidates:
         # Full sharing is last: it has the fewest rows of all.
         self._layouts = (None, Layout.full_sharing()) if layout is None else (layout,)
         self._max_packed_rows = max_packed_rows
-        self._works: dict[tuple[int, int, int], tuple[PassWork, ...]] = {}
-        self._known: dict[tuple[int, int, int, int | None], Candidate] = {}
+        self._works: dict[tuple[Units, int], tuple[PassWork, ...]] = {}
+        self._known: dict[tuple[Units, int, int | None], Candidate] = {}
 
     @property
     def num_units(self) -> int:
@@ -99,31 +102,39 @@ class Candidates:
         """Layouts that are tried, fastest first."""
         return len(self._layouts)
 
-    def fingerprint(self, start: int, stop: int, layout: int) -> str:
-        """Return the digest of the shapes of a range's passes under a layout, by its number; prices nothing."""
-        return _fingerprint(self._passes(start, stop, layout))
-
-    def indices(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the flat indices of a range, in reading order."""
-        return tuple(sorted(index for unit in self._units[start:stop] for index in unit.indices))
+    @property
+    def everything(self) -> Units:
+        """All units."""
+        return tuple(range(len(self._units)))
 
     @property
-    def shared_rows(self) -> tuple[int, ...]:
-        """What each unit shares with the one before it, in rows."""
-        return tuple(unit.shared_rows for unit in self._units)
+    def sharing(self) -> Sharing:
+        """How long the units are and what they share, where the layout lets them."""
+        if self._layouts == (Layout.no_sharing(),):
+            rows = [sum(request.num_tokens for request in self._active((unit,))) for unit in self.everything]
+            return Sharing(rows, [0] * self.num_units)
+        return Sharing([unit.rows for unit in self._units], [unit.shared_rows for unit in self._units])
 
-    def packed_rows(self, start: int, stop: int) -> int:
-        """Return the packed rows of a range under its first layout; prices nothing."""
-        return sum(work.batch.packed_rows for work in self._passes(start, stop, 0))
+    def computes(self, unit: int) -> bool:
+        """Return whether a unit has a row to compute; the others ride along."""
+        return self._units[unit].rows > 0
 
-    def within_cap(self, start: int, stop: int) -> bool:
-        """Return whether the range keeps to the cap on packed rows under some layout; prices nothing."""
-        return any(self._is_within_cap(start, stop, number) for number in range(len(self._layouts)))
+    def fingerprint(self, units: Units, layout: int) -> str:
+        """Return the digest of the shapes of units' passes under a layout, by its number; prices nothing."""
+        return _fingerprint(self._passes(units, layout))
+
+    def indices(self, units: Units) -> tuple[int, ...]:
+        """Return the flat indices of units, in reading order."""
+        return tuple(sorted(index for unit in units for index in self._units[unit].indices))
+
+    def within_cap(self, units: Units) -> bool:
+        """Return whether units keep to the cap on packed rows under some layout; prices nothing."""
+        return any(self._is_within_cap(units, number) for number in range(len(self._layouts)))
 
     def admission(
-        self, start: int, stop: int, budget: Budget, pending: tuple[Term, ...], *, layout: int | None = None
+        self, units: Units, budget: Budget, pending: tuple[Term, ...], *, layout: int | None = None
     ) -> tuple[Candidate, Admission]:
-        """Return the range under the fastest layout that is admitted, else under the cheapest one.
+        """Return units under the fastest layout that is admitted, else under the cheapest one.
 
         Where it is chosen how many layers are recomputed, the fewest with which a layout is admitted: recomputing all
         of them takes a third of the time again, and a layout a few rows. A layout that breaks the cap on packed rows
@@ -131,12 +142,12 @@ class Candidates:
         of them out, only the last is worked out, for the refusal.
         """
         choice: Sequence[int] = range(len(self._layouts)) if layout is None else (layout,)
-        numbers = [number for number in choice if self._is_within_cap(start, stop, number)]
-        if len(numbers) > 1 and self._ruled_out([(start, stop)], budget, pending):
+        numbers = [number for number in choice if self._is_within_cap(units, number)]
+        if len(numbers) > 1 and self._ruled_out([units], budget, pending):
             numbers = numbers[-1:]
         tried = []
         for recomputed, number in itertools.product(self._recomputed(), numbers or choice[-1:]):
-            candidate = self._candidate(start, stop, number, recomputed)
+            candidate = self._candidate(units, number, recomputed)
             verdict = admit(candidate.price, budget, pending)
             if verdict.admitted:
                 return candidate, verdict
@@ -149,13 +160,13 @@ class Candidates:
         More parts keep the same bytes alive and need fewer for the one that runs, but share less.
         """
         edges = [self.num_units * part // parts for part in range(parts + 1)]
-        ranges = list(itertools.pairwise(edges))
+        shares = [tuple(range(*pair)) for pair in itertools.pairwise(edges)]
         numbers = range(len(self._layouts))
-        if len(numbers) > 1 and self._ruled_out(ranges, budget, pending):
+        if len(numbers) > 1 and self._ruled_out(shares, budget, pending):
             numbers = numbers[-1:]
         tried = []
         for recomputed in self._recomputed():
-            candidates = [self._together(ranges, number, recomputed) for number in numbers]
+            candidates = [self._together(shares, number, recomputed) for number in numbers]
             tried += [(candidate, admit(candidate.price, budget, pending)) for candidate in candidates]
             if any(verdict.admitted for _, verdict in tried):
                 break
@@ -166,26 +177,26 @@ class Candidates:
         most = self.most_recomputed
         return tuple(one for one in self.recompute_choices if most is None or one <= most) or (None,)
 
-    def _ruled_out(self, ranges: Sequence[tuple[int, int]], budget: Budget, pending: tuple[Term, ...]) -> bool:
-        """Return whether forwards over these ranges cannot fit together under any layout; packs nothing."""
-        active = [self._active(start, stop) for start, stop in ranges]
+    def _ruled_out(self, shares: Sequence[Units], budget: Budget, pending: tuple[Term, ...]) -> bool:
+        """Return whether forwards over these units cannot fit together under any layout; packs nothing."""
+        active = [self._active(units) for units in shares]
         bound = self._pricer.at_least([requests for requests in active if requests]) if any(active) else None
         return bound is not None and _exceeds(bound, budget, pending)
 
-    def _is_within_cap(self, start: int, stop: int, number: int) -> bool:
+    def _is_within_cap(self, units: Units, number: int) -> bool:
         cap = self._max_packed_rows
-        return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(start, stop, number))
+        return cap is None or all(work.batch.packed_rows <= cap for work in self._passes(units, number))
 
-    def _active(self, start: int, stop: int) -> tuple[Request, ...]:
-        leaves = (self._leaves[index] for index in self.indices(start, stop))
+    def _active(self, units: Units) -> tuple[Request, ...]:
+        leaves = (self._leaves[index] for index in self.indices(units))
         return tuple(request for request in leaves if request.active)
 
-    def _passes(self, start: int, stop: int, number: int) -> tuple[PassWork, ...]:
+    def _passes(self, units: Units, number: int) -> tuple[PassWork, ...]:
         """Return one pass per grad mode and adapter."""
-        key = (start, stop, number)
+        key = (units, number)
         if key not in self._works:
             by_key: dict[PassKey, list[int]] = {}
-            for index in self.indices(start, stop):
+            for index in self.indices(units):
                 if self._leaves[index].active:
                     by_key.setdefault(pass_key(self._leaves[index], self._facts), []).append(index)
             self._works[key] = tuple(
@@ -196,25 +207,25 @@ class Candidates:
             )
         return self._works[key]
 
-    def _candidate(self, start: int, stop: int, number: int, recomputed: int | None) -> Candidate:
-        key = (start, stop, number, recomputed)
+    def _candidate(self, units: Units, number: int, recomputed: int | None) -> Candidate:
+        key = (units, number, recomputed)
         if key not in self._known:
-            self._known[key] = self._together([(start, stop)], number, recomputed)
+            self._known[key] = self._together([units], number, recomputed)
         return self._known[key]
 
-    def _together(self, ranges: Sequence[tuple[int, int]], number: int, recomputed: int | None) -> Candidate:
-        """Return one forward per range, alive together, as one candidate."""
+    def _together(self, shares: Sequence[Units], number: int, recomputed: int | None) -> Candidate:
+        """Return one forward per share of units, alive together, as one candidate."""
         forwards = tuple(
-            Forward(requests=self._active(start, stop), works=tuple(_recomputing(work, recomputed) for work in works))
-            for start, stop in ranges
-            if (works := self._passes(start, stop, number))
+            Forward(requests=self._active(units), works=tuple(_recomputing(work, recomputed) for work in works))
+            for units in shares
+            if (works := self._passes(units, number))
         )
         if forwards:
             price = self._pricer.price(forwards)
         else:
             nothing = Term(name="nothing", num_bytes=0)
             price = Price(required_bytes=0, retained_bytes=0, terms=(nothing,), phase="none")
-        indices = self.indices(ranges[0][0], ranges[-1][1])
+        indices = self.indices(tuple(itertools.chain.from_iterable(shares)))
         return Candidate(indices=indices, forwards=forwards, price=price, layout=number, recomputed=recomputed)
 
 

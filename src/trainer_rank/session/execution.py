@@ -22,7 +22,7 @@ from trainer_rank.session.decisions import Decisions
 from trainer_rank.session.micro_batch import MicroBatch, MicroBatchStats, Result
 from trainer_rank.session.peaks import PeakWatch
 from trainer_rank.session.pricing import Pricer
-from trainer_rank.session.split import SplitRange
+from trainer_rank.session.split import SplitPart
 from trainer_rank.units import format_bytes
 
 _PER_REQUEST: Final = 1024
@@ -64,7 +64,7 @@ class Execution:
         self.last_observation: Observation | None = None
 
     def run(
-        self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission, *, split: tuple[SplitRange, ...]
+        self, flat: Flat, rule: Normaliser, candidate: Candidate, verdict: Admission, *, split: tuple[SplitPart, ...]
     ) -> Generator[MicroBatch]:
         """Yield the one micro-batch of an admitted candidate, its forwards done; measure it when the caller goes on.
 
@@ -102,7 +102,7 @@ class Execution:
         rule: Normaliser,
         candidate: Candidate,
         verdict: Admission,
-        split: tuple[SplitRange, ...],
+        split: tuple[SplitPart, ...],
         watch: PeakWatch,
     ) -> MicroBatch:
         found: dict[int, Result] = dict.fromkeys(candidate.indices, Result())

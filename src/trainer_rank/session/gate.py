@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 from trainer_rank.admission import Admission, Budget
 from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.memory import Price, Term
 from trainer_rank.meters import Meter, Reading
-from trainer_rank.planner.greedy import split_greedily
+from trainer_rank.planner.fit import fit_passes
 from trainer_rank.requests import Flat
 from trainer_rank.runtime import Runtime
-from trainer_rank.session.candidates import Candidate, Candidates
+from trainer_rank.session.candidates import Candidate, Candidates, Units
 from trainer_rank.session.optimizer import Optimizer
 from trainer_rank.units import format_bytes
 
@@ -45,86 +46,69 @@ class Gate:
         self._max_packed_tokens = max_packed_tokens
         self._head_chunk_rows = head_chunk_rows
         self._record = record
-        # Bytes per packed row of the pass priced last: only a guess of where to ask first.
-        self._bytes_per_row: float | None = None
 
     def plan(
         self,
         flat: Flat,
         group: Candidates,
-        start: int,
-        stop: int,
+        units: Units,
         budget: Budget,
         *,
         refused: Callable[[TrainerRankMemoryError, int], None],
         split: bool,
         begun: bool = False,
-    ) -> list[tuple[int, int]]:
-        """Return ranges covering the units ``[start, stop)``, each admitted, but for those that cannot fit alone.
+    ) -> list[Units]:
+        """Return passes over the units, each admitted, but for units that cannot fit alone.
 
         ``refused`` is told of each of these; it may raise.
         """
-        found: list[tuple[int, int]] = []
-        while start < stop:
-            ranges = self._split(group, start, stop, budget, split=split)
-            if not isinstance(ranges, int):
-                return found + ranges
-            refused(self.refusal(flat, group, ranges, budget, begun=begun), ranges)
-            if start < ranges:
-                found += self.plan(flat, group, start, ranges, budget, refused=refused, split=True, begun=begun)
-            start, split = ranges + 1, True
-        return found
+        while units:
+            found = self._fitted(group, units, budget, split=split)
+            if not isinstance(found, int):
+                return found
+            refused(self.refusal(flat, group, found, budget, begun=begun), found)
+            units, split = tuple(unit for unit in units if unit != found), True
+        return []
 
-    def ranges(
-        self, group: Candidates, start: int, stop: int, budget: Budget, *, split: bool
-    ) -> list[tuple[int, int]] | None:
-        """Return ranges covering the units, each admitted; None when some unit cannot fit alone. Records no refusal."""
-        found = self._split(group, start, stop, budget, split=split)
+    def passes(self, group: Candidates, units: Units, budget: Budget, *, split: bool) -> list[Units] | None:
+        """Return passes over the units, each admitted; None when some unit cannot fit alone. Records no refusal."""
+        found = self._fitted(group, units, budget, split=split)
         return None if isinstance(found, int) else found
 
-    def _split(
-        self, group: Candidates, start: int, stop: int, budget: Budget, *, split: bool
-    ) -> list[tuple[int, int]] | int:
-        """Return ranges covering the units, each admitted, or a unit that cannot fit alone."""
+    def _fitted(self, group: Candidates, units: Units, budget: Budget, *, split: bool) -> list[Units] | int:
+        """Return passes over the units, each admitted, or a unit that cannot fit alone."""
+        computing = tuple(unit for unit in units if group.computes(unit))
+        idle = tuple(unit for unit in units if not group.computes(unit))
+        if not computing:
+            return [idle]
 
-        def fits(begin: int, end: int) -> bool:
-            whole = not split and start + begin == 0 and start + end == group.num_units
-            if not group.within_cap(start + begin, start + end):
-                return False
-            candidate, verdict = group.admission(start + begin, start + end, budget, self.pending(split=not whole))
-            rows = sum(work.batch.packed_rows for work in candidate.works)
-            if rows:
-                self._bytes_per_row = verdict.price.required_bytes / rows
-            return verdict.admitted
+        def chosen(numbers: Sequence[int]) -> Units:
+            # What computes nothing rides with the first pass: it costs nothing and must be handed out once.
+            along = idle if numbers[0] == 0 else ()
+            return tuple(sorted((*along, *(computing[number] for number in numbers))))
 
-        def guess(begin: int) -> int:
-            return min(stop, self._probable_stop(group, start + begin, budget)) - start
+        def fill(numbers: Sequence[int]) -> float:
+            some = chosen(numbers)
+            if not group.within_cap(some):
+                return math.inf
+            whole = not split and len(some) == group.num_units
+            pending = self.pending(split=not whole)
+            _, verdict = group.admission(some, budget, pending)
+            room = budget.available_bytes - sum(term.num_bytes for term in pending)
+            if verdict.admitted:
+                return min(1.0, verdict.price.required_bytes / room) if room > 0 else 0.0
+            return max(1.0 + 1e-9, verdict.price.required_bytes / room) if room > 0 else math.inf
 
-        ranges = split_greedily(stop - start, fits, shared=group.shared_rows[start:stop], guess=guess)
-        if isinstance(ranges, int):
-            return start + ranges
-        return [(start + begin, start + end) for begin, end in ranges]
-
-    def _probable_stop(self, group: Candidates, start: int, budget: Budget) -> int:
-        """Return how far a range from ``start`` probably fits, from the rate of the pass priced last."""
-        low, high = start + 1, group.num_units
-        rate = self._bytes_per_row
-        if rate is None:
-            return high
-        room = budget.available_bytes - sum(term.num_bytes for term in self.pending(split=True))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if group.packed_rows(start, middle) * rate <= room:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        found = fit_passes(group.sharing.of(computing), fill, most_rows=self._max_packed_tokens)
+        if isinstance(found, int):
+            return computing[found]
+        return [chosen(numbers) for numbers in found.passes]
 
     def refusal(
         self, flat: Flat, group: Candidates, unit: int, budget: Budget, *, begun: bool
     ) -> TrainerRankMemoryError:
         """Record the refusal of a unit that cannot fit alone and return its error."""
-        candidate, verdict = group.admission(unit, unit + 1, budget, self.pending(split=True))
+        candidate, verdict = group.admission((unit,), budget, self.pending(split=True))
         self._record(candidate, verdict)
         indices = candidate.indices
         blamed = max(indices, key=lambda index: flat.leaves[index].num_tokens)
@@ -133,7 +117,7 @@ class Gate:
         if len(indices) > 1:
             who += f" and the {len(indices) - 1} requests of its atomic group"
         outcome = "Earlier micro-batches keep their gradients" if begun else "Nothing ran"
-        if not group.within_cap(unit, unit + 1):
+        if not group.within_cap((unit,)):
             rows = max(work.batch.packed_rows for work in candidate.works)
             return TrainerRankMemoryError(
                 f"{who} cannot run alone: it takes {rows} packed rows and max_packed_tokens is "
@@ -189,10 +173,6 @@ class Gate:
             short_bytes=verdict.short_bytes,
         )  # fmt: skip
 
-    def forget(self) -> None:
-        """Forget the pass priced last, so that a split depends on its requests and on memory only, not on history."""
-        self._bytes_per_row = None
-
     def _advice(self, verdict: Admission) -> str:
         """Return the next step that costs least."""
         raise_it = f"raise memory_budget by at least {format_bytes(verdict.short_bytes)}"
@@ -236,17 +216,17 @@ class Gate:
         return tuple(terms)
 
     def readmit(
-        self, group: Candidates, start: int, stop: int, *, split: bool, layout: int | None = None
+        self, group: Candidates, units: Units, *, split: bool, layout: int | None = None
     ) -> tuple[Candidate, Admission]:
-        """Return the verdict on a planned range against memory as it is now, under ``layout`` only if it is given."""
+        """Return the verdict on a planned pass against memory as it is now, under ``layout`` only if it is given."""
         pending = self.pending(split=split)
-        candidate, verdict = group.admission(start, stop, budget_of(self._meter.read()), pending, layout=layout)
+        candidate, verdict = group.admission(units, budget_of(self._meter.read()), pending, layout=layout)
         for collect in (False, True):
             if collect:
                 gc.collect()
             # The meter gives cached blocks back only when this pass needs them.
             budget = budget_of(self._meter.prepare(verdict.charged_bytes))
-            candidate, verdict = group.admission(start, stop, budget, pending, layout=layout)
+            candidate, verdict = group.admission(units, budget, pending, layout=layout)
             if verdict.admitted:
                 break
         return candidate, verdict

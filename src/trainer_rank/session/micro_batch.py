@@ -13,7 +13,7 @@ from trainer_rank.executor.run import Outputs
 from trainer_rank.memory import Observation
 from trainer_rank.planner import PassWork
 from trainer_rank.requests import Request
-from trainer_rank.session.split import SplitRange
+from trainer_rank.session.split import SplitPart
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class MicroBatch:
     coefficients: tuple[float, ...]
     num_trained: int
     stats: MicroBatchStats
-    split: tuple[SplitRange, ...] = ()
+    split: tuple[SplitPart, ...] = ()
     observed: Observation | None = field(default=None)
 
     def select(self, values: Sequence[T]) -> list[T]:

@@ -36,7 +36,7 @@ from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.planned import PlannedPass
 from trainer_rank.session.pricing import Pricing
 from trainer_rank.session.profile_pricing import open_pricing
-from trainer_rank.session.split import SplitRange
+from trainer_rank.session.split import SplitPart
 from trainer_rank.session.units import Unit, check_requests, plan_order
 
 OnRefuse = Literal["raise", "skip"]
@@ -149,7 +149,7 @@ class TrainerRank:
         requests: Any,
         *,
         normalisation: str = "token-mean",
-        split: Sequence[SplitRange] = (),
+        split: Sequence[SplitPart] = (),
         on_refuse: OnRefuse = "raise",
     ) -> MicroBatches:
         """Yield the requests in as few micro-batches as fit, each with outputs and graph; call backward in between.
@@ -267,7 +267,7 @@ class TrainerRank:
         check_requests(flat.leaves, self.runtime.facts)
         budget, pending = self._gate.read_budget(), self._gate.pending(split=True)
         return tuple(
-            PlannedPass.of(*group.admission(number, number + 1, budget, pending))
+            PlannedPass.of(*group.admission((number,), budget, pending))
             for units in plan_order(flat, self.runtime.facts)
             for group in [self._candidates(flat, units)]
             for number in range(group.num_units)
@@ -296,8 +296,8 @@ class TrainerRank:
             group = self._candidates(flat, units)
             features = self._pricer.features if self._pricing.grows_with_features else None
             for number in hardest_units(flat, units, features):
-                candidate, verdict = group.admission(number, number + 1, budget, pending)
-                if not verdict.admitted or not group.within_cap(number, number + 1):
+                candidate, verdict = group.admission((number,), budget, pending)
+                if not verdict.admitted or not group.within_cap((number,)):
                     if on_refuse == "skip":
                         continue
                     raise self._gate.refusal(flat, group, number, budget, begun=False)
@@ -377,7 +377,7 @@ class TrainerRank:
         """Go on from what ``learned`` returned on a rank of the same model, device and pricing."""
         self._pricing.load_learned(values)
 
-    def _call(self, flat: Flat, *, skip: bool = False, recorded: Sequence[SplitRange] = ()) -> Call:
+    def _call(self, flat: Flat, *, skip: bool = False, recorded: Sequence[SplitPart] = ()) -> Call:
         self._pricing.begin()
         groups = [self._candidates(flat, units) for units in plan_order(flat, self.runtime.facts)]
         return Call(flat, groups, self._gate, skip=skip, recorded=recorded)

@@ -10,50 +10,61 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer_rank.errors import RequestError
-from trainer_rank.session.candidates import Candidate, Candidates
+from trainer_rank.session.candidates import Candidate, Candidates, Units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitRange:
+class SplitPart:
     """One micro-batch of a call.
 
     Attributes:
         group: Number of its group of units, in plan order.
-        start, stop: Range of units in that group, in tree order; requests and units are numbered by the requests alone.
+        units: Its units as half-open ranges, ascending; requests and units are numbered by the requests alone.
         layout: Number of the layout among those a rank tries: 0 the one it chose, 1 full sharing.
         fingerprint: Digest of the passes' shapes: rows, segments, head rows, labels.
     """
 
     group: int
-    start: int
-    stop: int
+    units: tuple[tuple[int, int], ...]
     layout: int
     fingerprint: str
 
     @classmethod
-    def of(cls, group: int, start: int, stop: int, candidate: Candidate) -> SplitRange:
-        """Return the range that ``candidate`` covers."""
-        return cls(group=group, start=start, stop=stop, layout=candidate.layout, fingerprint=candidate.fingerprint)
+    def of(cls, group: int, units: Units, candidate: Candidate) -> SplitPart:
+        """Return the part that ``candidate`` covers."""
+        return cls(group=group, units=_ranges(units), layout=candidate.layout, fingerprint=candidate.fingerprint)
+
+    @property
+    def numbers(self) -> Units:
+        """The numbers of its units."""
+        return tuple(number for start, stop in self.units for number in range(start, stop))
 
 
-def check_split(groups: Sequence[Candidates], split: Sequence[SplitRange]) -> None:
+def check_split(groups: Sequence[Candidates], split: Sequence[SplitPart]) -> None:
     """Raise ``RequestError`` unless ``split`` is part of a split of these very groups."""
-    taken: dict[int, list[tuple[int, int]]] = {}
+    taken: dict[int, set[int]] = {}
     for position, one in enumerate(split):
         if not 0 <= one.group < len(groups):
             raise _foreign(position, f"group must be below {len(groups)}, got {one.group}")
         group = groups[one.group]
-        if not 0 <= one.start < one.stop <= group.num_units:
-            raise _foreign(position, f"it must lie in [0, {group.num_units}), got [{one.start}, {one.stop})")
-        for start, stop in taken.setdefault(one.group, []):
-            if one.start < stop and start < one.stop:
-                raise _foreign(position, f"units [{start}, {stop}) came before, and it has [{one.start}, {one.stop})")
-        taken[one.group].append((one.start, one.stop))
+        edges = [edge for pair in one.units for edge in pair]
+        if not edges or edges[0] < 0 or edges[-1] > group.num_units or sorted(set(edges)) != edges:
+            raise _foreign(position, f"units must be ascending ranges in [0, {group.num_units}), got {one.units}")
+        if again := taken.setdefault(one.group, set()).intersection(one.numbers):
+            raise _foreign(position, f"unit {min(again)} came before")
+        taken[one.group].update(one.numbers)
         if not 0 <= one.layout < group.num_layouts:
             raise _foreign(position, f"layout must be below {group.num_layouts}, got {one.layout}")
-        found = group.fingerprint(one.start, one.stop, one.layout)
+        found = group.fingerprint(one.numbers, one.layout)
         if found != one.fingerprint:
             raise _foreign(position, f"its passes had the fingerprint {one.fingerprint}, and now have {found}")
+
+
+def _ranges(units: Units) -> tuple[tuple[int, int], ...]:
+    """Return ascending numbers as the fewest half-open ranges."""
+    starts = [unit for place, unit in enumerate(units) if not place or unit != units[place - 1] + 1]
+    stops = [unit + 1 for place, unit in enumerate(units) if place + 1 == len(units) or units[place + 1] != unit + 1]
+    return tuple(zip(starts, stops, strict=True))
 
 
 def _foreign(position: int, reason: str) -> RequestError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from trainer_rank.errors import RequestError
 from trainer_rank.memory import ModelFacts
-from trainer_rank.prefix import IntArray, build_tree
+from trainer_rank.prefix import IntArray, Layout, build_tree, layout_rows
 from trainer_rank.requests import BASE, Flat, Request
 
 PassKey = tuple[bool, str]
@@ -20,11 +20,13 @@ class Unit:
 
     Attributes:
         indices: The flat indices.
-        shared_rows: Tokens its first request has in common with the first request of the unit before it: what a cut
-            between the two computes twice.
+        rows: Packed rows of its passes, under full sharing.
+        shared_rows: Tokens its first request has in common with the first request of the unit before it: what is
+            computed once when both are in one pass, and twice otherwise.
     """
 
     indices: tuple[int, ...]
+    rows: int = 0
     shared_rows: int = 0
 
 
@@ -87,9 +89,9 @@ def pass_key(request: Request, facts: ModelFacts) -> PassKey:
 def plan_order(flat: Flat, facts: ModelFacts) -> list[list[Unit]]:
     """Return units grouped by the passes they need and, in each group, in depth-first order of their prefix tree.
 
-    Neighbours in tree order share the longest prefixes, so that contiguous ranges keep sharers together. The order does
-    not depend on the order of arrival, apart from exact duplicates and from atomic groups, which stand where their
-    first member stands. Units that compute nothing come first.
+    Neighbours in tree order share the longest prefixes. The order does not depend on the order of arrival, apart from
+    exact duplicates and from atomic groups, which stand where their first member stands. Units that compute nothing
+    come first.
     """
     leaves = flat.leaves
     computed = [index for index, request in enumerate(leaves) if request.computes]
@@ -98,7 +100,7 @@ def plan_order(flat: Flat, facts: ModelFacts) -> list[list[Unit]]:
     groups: dict[frozenset[PassKey], list[Unit]] = {}
     for indices in flat.groups:
         keys = frozenset(pass_key(leaves[index], facts) for index in indices if leaves[index].active)
-        groups.setdefault(keys, []).append(Unit(indices=indices))
+        groups.setdefault(keys, []).append(Unit(indices=indices, rows=_rows(indices, leaves, facts)))
 
     def first_rank(unit: Unit) -> int:
         return min(rank.get(index, -1) for index in unit.indices)
@@ -110,6 +112,17 @@ def plan_order(flat: Flat, facts: ModelFacts) -> list[list[Unit]]:
     # Inactive requests ride with the first micro-batch: they cost nothing and must be handed out once.
     ordered[0] = [*idle, *ordered[0]]
     return ordered
+
+
+def _rows(indices: Sequence[int], leaves: Sequence[Request], facts: ModelFacts) -> int:
+    """Return the packed rows of requests, pass by pass, under full sharing."""
+    computed = [index for index in indices if leaves[index].computes]
+    if len(computed) <= 1:
+        return sum(leaves[index].num_tokens for index in computed)
+    by_key: dict[PassKey, list[IntArray]] = {}
+    for index in computed:
+        by_key.setdefault(pass_key(leaves[index], facts), []).append(leaves[index].tokens)
+    return sum(layout_rows(build_tree(rows), Layout.full_sharing()) for rows in by_key.values())
 
 
 def _with_shared_rows(units: list[Unit], first_rank: Callable[[Unit], int], lcp: IntArray) -> list[Unit]:

@@ -243,13 +243,13 @@ def test_the_bound_of_the_profile_pricer_changes_no_verdict(
     units = [unit for group in plan_order(flat, FACTS) for unit in group]
     whole = Candidates(flat.leaves, units, Unpruned(pricing), None, None, FACTS)  # type: ignore[arg-type]
     plenty = Budget(budget_bytes=1, resident_bytes=0, available_bytes=2**62)
-    candidate, _ = whole.admission(0, len(units), plenty, ())
+    candidate, _ = whole.admission(whole.everything, plenty, ())
     offered = int(share * candidate.price.required_bytes)
     assert not refused_by_a_bound(pricing, requests, offered)
     budget = replace(plenty, available_bytes=offered)
     pruned = Candidates(flat.leaves, units, pricing, None, None, FACTS)
     for stop in range(1, len(units) + 1):
-        found, wanted = (group.admission(0, stop, budget, ()) for group in (pruned, whole))
+        found, wanted = (group.admission(tuple(range(stop)), budget, ()) for group in (pruned, whole))
         assert found[1].admitted == wanted[1].admitted
         if found[1].admitted:
             assert (found[0].layout, found[0].price) == (wanted[0].layout, wanted[0].price)

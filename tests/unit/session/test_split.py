@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,14 +13,14 @@ from tests.unit.session.conftest import NewRank
 from trainer_rank.errors import RequestError, TrainerRankMemoryError
 from trainer_rank.meters import Meter
 from trainer_rank.requests import Request
-from trainer_rank.session import SplitRange, TrainerRank
+from trainer_rank.session import SplitPart, TrainerRank
 
 BATCH = completions([4, 6, 5, 7, 3])
 
 
 def walk(
-    rank: TrainerRank, requests: list[Request], split: tuple[SplitRange, ...] = ()
-) -> tuple[list[tuple[int, ...]], tuple[SplitRange, ...], list[Tensor]]:
+    rank: TrainerRank, requests: list[Request], split: tuple[SplitPart, ...] = ()
+) -> tuple[list[tuple[int, ...]], tuple[SplitPart, ...], list[Tensor]]:
     """Return (indices of each micro-batch, the split of the whole call, gradients)."""
     rank.zero_grad()
     indices = []
@@ -33,15 +32,12 @@ def walk(
 
 
 def test_the_split_is_known_from_the_first_micro_batch(new_rank: NewRank) -> None:
-    """Its ranges tile the units, and each micro-batch carries the same one while memory stays."""
+    """Its parts have every unit once, and each micro-batch carries the same one while memory stays."""
     rank = new_rank(max_packed_tokens=20)
     splits = [micro_batch.split for micro_batch in rank.forward_micro_batches(BATCH)]
     assert len(splits) > 1
     assert len(set(splits)) == 1
-    ranges = sorted((one.start, one.stop) for one in splits[0])
-    assert ranges[0][0] == 0
-    assert all(one[1] == other[0] for one, other in itertools.pairwise(ranges))
-    assert ranges[-1][1] == len(BATCH)
+    assert sorted(unit for one in splits[0] for unit in one.numbers) == list(range(len(BATCH)))
 
 
 @pytest.mark.parametrize("kept", [1, 2, 99])
@@ -78,7 +74,9 @@ def test_a_split_of_other_requests_is_refused(new_rank: NewRank) -> None:
     wrong = [
         (completions([4, 6, 5, 7, 8]), split, "fingerprint"),
         (BATCH, (split[0], split[0]), "came before"),
-        (BATCH, (replace(split[0], stop=99),), r"lie in \[0, 5\)"),
+        (BATCH, (replace(split[0], units=((0, 99),)),), r"ascending ranges in \[0, 5\)"),
+        (BATCH, (replace(split[0], units=((1, 2), (0, 1))),), r"ascending ranges in \[0, 5\)"),
+        (BATCH, (replace(split[0], units=()),), r"ascending ranges in \[0, 5\)"),
         (BATCH, (replace(split[0], layout=7),), "layout must be below 2"),
         (BATCH, (replace(split[0], group=3),), "group must be below 1"),
     ]
