@@ -78,6 +78,10 @@ class ReplayError(TrainerRankError, ValueError):
     """A recorded decision lacks an entry that its price depends on; the message names it."""
 
 
+class StoreError(TrainerRankError, RuntimeError):
+    """What was learned cannot be read from or written to its file."""
+
+
 class UnsupportedModelError(TrainerRankError):
     """A model cannot be run as prefix trees with unchanged numbers.
 

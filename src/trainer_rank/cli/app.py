@@ -11,6 +11,7 @@ from trainer_rank.cli.data import data
 from trainer_rank.cli.examples import epilog
 from trainer_rank.cli.init import init
 from trainer_rank.cli.plan import plan
+from trainer_rank.cli.profile import profile
 from trainer_rank.cli.train import train
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command("init", short_help="Write a commented configuration.", epilog=epilog("init"))(init)
 app.add_typer(data, name="data")
 app.command("plan", short_help="Will a training step fit a GPU?", epilog=epilog("plan"))(plan)
+app.add_typer(profile, name="profile")
 app.command("train", short_help="Train as a configuration says.", epilog=epilog("train"))(train)
 
 

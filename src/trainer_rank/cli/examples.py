@@ -24,6 +24,14 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
         "trainer-rank data check rollouts.jsonl",
         "trainer-rank data check chats.parquet --model models/smollm2-135m --train-on last --json",
     ),
+    "profile ls": ("trainer-rank profile ls", "trainer-rank profile ls --json"),
+    "profile show": ("trainer-rank profile show 3f2a",),
+    "profile export": (
+        "trainer-rank profile export h200.json",
+        "trainer-rank profile export one.json --environment 3f2a",
+    ),
+    "profile import": ("trainer-rank profile import h200.json",),
+    "profile forget": ("trainer-rank profile forget 3f2a",),
     "init": (
         "trainer-rank init",
         "trainer-rank init runs/first.yaml --force",

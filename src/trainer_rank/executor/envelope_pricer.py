@@ -99,6 +99,15 @@ class EnvelopePricer:
             signature: None if bare is None else bare.with_caller(value) for signature, bare in self._bare.items()
         }
 
+    @property
+    def surroundings(self) -> dict[str, object]:
+        """What decides the price of a pass beside its model and its features, as it is now."""
+        return {
+            "recompute": self._runtime.recompute,
+            "head_chunk_rows": self._head_chunk_rows,
+            "caller_bytes_per_token": self._caller_bytes_per_token,
+        }
+
     def price(self, work: PassWork) -> Price:
         """Return the price of a pass."""
         envelope = self._envelope_for(work)

@@ -12,6 +12,10 @@ the observations least in sum; of several, the one that grows least. (A linear p
 by trying its corners.) The margin is what one more observation may be expected to lie above the highest of n: the range
 of what the fit leaves over, divided by the n - 3 observations that three coefficients leave free to differ. Three or
 fewer leave nothing over, and have none.
+
+Outside what was seen little is known, so little is claimed. A larger pass is charged the same intercept: one small pass
+says nothing about growth. A pass smaller than any that was seen is charged its share of intercept and margin: one large
+pass says nothing about what is fixed.
 """
 
 from __future__ import annotations
@@ -49,6 +53,11 @@ class Seen:
         return self.packed_rows, self.logical_tokens, self.predicted_bytes
 
     @property
+    def values(self) -> list[int]:
+        """Its fields as plain values, in order."""
+        return [self.packed_rows, self.logical_tokens, self.predicted_bytes, self.peak_bytes]
+
+    @property
     def missing_bytes(self) -> int:
         """What the price was short of; negative when it was more than enough."""
         return self.peak_bytes - self.predicted_bytes
@@ -79,8 +88,11 @@ class Residual:
         """
         if not any(one.missing_bytes > 0 for one in self.seen):
             return 0
-        fitted = self.intercept + self.per_row * packed_rows + self.per_token * logical_tokens
-        extra = int(np.ceil(fitted + self.margin))
+        smallest_rows = min(one.packed_rows for one in self.seen)
+        smallest_tokens = min(one.logical_tokens for one in self.seen)
+        share = min(1.0, max(packed_rows / max(1, smallest_rows), logical_tokens / max(1, smallest_tokens)))
+        growing = self.per_row * packed_rows + self.per_token * logical_tokens
+        extra = int(np.ceil(growing + share * (self.intercept + self.margin)))
         asked = (packed_rows, logical_tokens, predicted_bytes)
         most = [
             max(below.peak_bytes for below in self.seen if _covers(one, below.size))
@@ -89,9 +101,18 @@ class Residual:
         ]
         return min([extra, *(max(0, peak - predicted_bytes) for peak in most)])
 
-    def observe(self, one: Seen) -> Residual:
-        """Return the residual with one more observation."""
-        return fit((*self.seen, one))
+    def observe(self, *more: Seen) -> Residual:
+        """Return the residual with more observations; one that is there already counts once."""
+        return fit(dict.fromkeys((*self.seen, *more)))
+
+    def to_json(self) -> list[list[int]]:
+        """Return the observations as plain values."""
+        return [one.values for one in self.seen]
+
+    @classmethod
+    def from_json(cls, values: Iterable[Sequence[int]]) -> Residual:
+        """Return the residual of the observations that ``to_json`` gave as ``values``."""
+        return fit(Seen(packed_rows=a, logical_tokens=b, predicted_bytes=c, peak_bytes=d) for a, b, c, d in values)
 
 
 def fit(seen: Iterable[Seen]) -> Residual:
@@ -133,7 +154,7 @@ def _upper_fit(seen: Sequence[Seen]) -> NDArray[np.float64]:
         return np.zeros(3)
     scale = np.array([1.0, max(one.packed_rows for one in seen) or 1, max(one.logical_tokens for one in seen) or 1])
     unit = float(missing.max())
-    rows = np.unique(np.column_stack([_design(seen) / scale, missing / unit]), axis=0)
+    rows = _undominated(np.unique(np.column_stack([_design(seen) / scale, missing / unit]), axis=0))
     # Each observation from below, and each coefficient from below by 0.
     sides = np.vstack([rows, np.column_stack([np.eye(3), np.zeros(3)])])
     chosen = np.array(list(combinations(range(len(sides)), 3)))
@@ -146,6 +167,15 @@ def _upper_fit(seen: Sequence[Seen]) -> NDArray[np.float64]:
     growth = np.round(corners[:, 1:].sum(1), 9)
     best = corners[np.lexsort((growth, exceeded))[0]]
     found: NDArray[np.float64] = best * unit / scale
+    return found
+
+
+def _undominated(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the observations (N, 4) that bind: none is short of as much at no larger size."""
+    sizes, missing = rows[:, 1:3], rows[:, 3]
+    smaller = (sizes[None] <= sizes[:, None]).all(2) & (missing[None] >= missing[:, None])
+    # Every row dominates itself, and rows differ, so no two dominate each other.
+    found: NDArray[np.float64] = rows[smaller.sum(1) == 1]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,27 +61,38 @@ class Optimizer:
         self.zero_grad()
         return StepOutcome(grad_norm=norm, lr=lr, skipped=False)
 
-    def state(self) -> list[dict[str, Tensor]]:
-        """Return each parameter's moments and step count by slot, themselves and no copies; empty before the first."""
-        if self._adam is None:
-            return [{} for _ in self._parameters]
-        return [dict(self._adam.state.get(parameter, {})) for parameter in self._parameters]
+    def state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return moments and step counts as ``<slot>.<name>``, themselves and no copies; empty before the first step.
 
-    def load(self, state: Sequence[Mapping[str, Tensor]]) -> None:
-        """Go on from a state as ``state`` returned it, copied into new tensors; one entry per parameter.
+        ``names`` are those of the parameters, in their order.
+        """
+        if self._adam is None:
+            return {}
+        found = zip(names, self._parameters, strict=True)
+        return {
+            f"{slot}.{name}": one
+            for name, parameter in found
+            for slot, one in self._adam.state.get(parameter, {}).items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Go on from what ``state`` returned, copied into new tensors.
 
         Raises:
-            ValueError: A slot is not AdamW's, or a tensor is not of its shape.
+            ValueError: A tensor is of no parameter, of a slot that is not AdamW's, or not of its shape.
         """
-        adam = self._new(1.0)
-        for parameter, slots in zip(self._parameters, state, strict=True):
-            for slot, saved in slots.items():
-                if slot not in SLOTS:
-                    raise ValueError(f"slot must be one of {', '.join(SLOTS)}, got {slot!r}")
-                own = torch.zeros_like(parameter, requires_grad=False) if slot != "step" else saved.new_zeros(())
-                if own.shape != saved.shape:
-                    raise ValueError(f"{slot} must have the shape {tuple(own.shape)}, got {tuple(saved.shape)}")
-                adam.state[parameter][slot] = own.to(parameter.device).copy_(saved)
+        adam, parameters = self._new(1.0), dict(zip(names, self._parameters, strict=True))
+        for key, saved in tensors.items():
+            slot, _, name = key.partition(".")
+            if slot not in SLOTS:
+                raise ValueError(f"{key}: slot must be one of {', '.join(SLOTS)}, got {slot!r}")
+            if name not in parameters:
+                raise ValueError(f"{key}: must be of a trained parameter, and the model trains none of that name")
+            parameter = parameters[name]
+            own = torch.zeros_like(parameter, requires_grad=False) if slot != "step" else saved.new_zeros(())
+            if own.shape != saved.shape:
+                raise ValueError(f"{key}: {slot} must have the shape {tuple(own.shape)}, got {tuple(saved.shape)}")
+            adam.state[parameter][slot] = own.to(parameter.device).copy_(saved)
         self._adam = adam if adam.state else None
 
     def zero_grad(self) -> None:

@@ -78,6 +78,12 @@ class Pricer(Protocol):
     def load_learned(self, values: Mapping[str, Any]) -> None:
         """Go on from what ``learned`` returned; what another pricer learned is left alone."""
 
+    def load_stored(self, values: Mapping[str, Any]) -> None:
+        """Go on from what a store has of this pricer, by signature."""
+
+    def news(self) -> dict[str, Any]:
+        """Return what began to count since this was asked last, by signature, for a store; plain values."""
+
     def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
         """Return what a price was made of beside the passes, as plain values for the record of a decision."""
 
@@ -126,6 +132,12 @@ class PassByPass:
 
     def load_learned(self, values: Mapping[str, Any]) -> None:
         pass
+
+    def load_stored(self, values: Mapping[str, Any]) -> None:
+        pass
+
+    def news(self) -> dict[str, Any]:
+        return {}
 
     def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
         return {"name": "envelope"}

@@ -6,6 +6,7 @@ between two forwards. What was observed takes effect when the next call begins, 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -29,7 +30,8 @@ from trainer_rank.memory.signature import request_key
 from trainer_rank.prefix import Layout, build_tree, layout_rows
 from trainer_rank.requests import Request
 from trainer_rank.runtime import Runtime
-from trainer_rank.session.pricing import CallerAllowance, Forward, PassByPass, Pricer, Pricing, left_bytes
+from trainer_rank.session.pricing import CallerAllowance, Forward, Pricer, Pricing, left_bytes
+from trainer_rank.session.residual_pricing import ResidualPricing
 from trainer_rank.session.units import PassKey, pass_key
 
 _ELEMENT_SIZE: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,6 +53,7 @@ class ProfilePricing:
         self._model = profile_model(runtime.facts)
         self._book = ProfileBook() if book is None else book
         self._seen: list[tuple[MemorySignature, ForwardShape, Observation]] = []
+        self._changed = False
 
     def check_caller(self, bytes_per_token: int, *, source: str) -> None:
         if bytes_per_token > LOGICAL_CHARGE:
@@ -95,6 +98,7 @@ class ProfilePricing:
             self._book.observe(
                 signature, shape, peak_bytes=observation.peak_bytes, live_bytes=observation.retained_bytes
             )
+        self._changed = self._changed or bool(self._seen)
         self._seen = []
 
     def observe(self, forwards: Sequence[Forward], observation: Observation) -> None:
@@ -110,6 +114,15 @@ class ProfilePricing:
         if values["name"] == "profile":
             self._seen = []
             self._book = ProfileBook.from_json(values["profiles"])
+
+    def load_stored(self, values: Mapping[str, Any]) -> None:
+        rows = [{"signature": json.loads(signature), "profile": one} for signature, one in values.items()]
+        self._book = ProfileBook.from_json(rows)
+
+    def news(self) -> dict[str, Any]:
+        rows = self._book.to_json() if self._changed else []
+        self._changed = False
+        return {json.dumps(row["signature"], sort_keys=True): row["profile"] for row in rows}
 
     def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
         found = []
@@ -197,7 +210,7 @@ def open_pricing(pricing: Pricing, runtime: Runtime, envelope: EnvelopePricer) -
         ConfigError: There is no such pricer, or it does not support the caller's declared loss.
     """
     if pricing == "envelope":
-        return PassByPass(lambda work: envelope.price(work), runtime.facts)
+        return ResidualPricing(lambda work: envelope.price(work), runtime.facts, lambda: envelope.surroundings)
     if pricing != "profile":
         raise ConfigError(f"pricing must be 'envelope' or 'profile', got {pricing!r}")
     found = ProfilePricing(runtime)

@@ -31,6 +31,7 @@ from trainer_rank.session.decisions import Decisions
 from trainer_rank.session.execution import Execution
 from trainer_rank.session.gate import Gate, budget_of, no_price
 from trainer_rank.session.hardest import hardest_units
+from trainer_rank.session.learning import Learning, environment_of
 from trainer_rank.session.micro_batch import MicroBatch
 from trainer_rank.session.optimizer import Optimizer, StepOutcome
 from trainer_rank.session.planned import PlannedPass
@@ -38,6 +39,7 @@ from trainer_rank.session.pricing import Pricing
 from trainer_rank.session.profile_pricing import open_pricing
 from trainer_rank.session.split import SplitPart
 from trainer_rank.session.units import Unit, check_requests, plan_order
+from trainer_rank.store import LearnedStore
 
 OnRefuse = Literal["raise", "skip"]
 """What happens to a call with a request that cannot fit."""
@@ -65,6 +67,8 @@ class TrainerRank:
         layout: Layout every pass must use; None takes the fastest that fits.
         pricing: ``envelope`` prices a pass by a trace of the code it will run. ``profile`` prices it by learned bytes
             per packed row; see ``forward_micro_batches`` for what that supposes, and docs/pricing.md for both.
+        store: Keeps what was learned of memory from one process to the next (docs/learning.md); None keeps it in this
+            rank and its checkpoints.
         on_decision: Called with the record of each verdict, and of each observation once the micro-batch is done.
         verify_backend: Run the packed-versus-alone self-test now.
         meter: Measures device memory; None opens the one that fits the runtime's device.
@@ -84,6 +88,7 @@ class TrainerRank:
         caller_bytes_per_token: int = CALLER_BYTES_PER_TOKEN,
         layout: Layout | None = None,
         pricing: Pricing = "envelope",
+        store: LearnedStore | None = None,
         on_decision: Callable[[Record], None] | None = None,
         verify_backend: bool = True,
         meter: Meter | None = None,
@@ -106,6 +111,7 @@ class TrainerRank:
             store=EnvelopeStore(default_folder()),
         )
         self._pricing = open_pricing(pricing, runtime, self._pricer)
+        self._learning = Learning(self._pricing, pricing, store, environment_of(runtime, self.meter))
         decisions = Decisions(runtime, self._pricing, on_decision)
         self._execution = Execution(
             runtime,
@@ -209,7 +215,7 @@ class TrainerRank:
         check_requests(flat.leaves, self.runtime.facts)
         rule = normaliser(flat.leaves, normalisation)
         self._settle()
-        self._pricing.begin()
+        self._learning.begin()
         group = self._candidates(flat, [unit for units in plan_order(flat, self.runtime.facts) for unit in units])
         candidate, verdict = self._gate.admit_together(flat, group)
         self._open = self._execution.run(flat, rule, candidate, verdict, split=())
@@ -347,12 +353,7 @@ class TrainerRank:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return AdamW's state as ``<slot>.<name of the parameter>``, the tensors themselves; empty before a step."""
-        names = self.runtime.trained()
-        return {
-            f"{slot}.{name}": tensor
-            for name, slots in zip(names, self._optimizer.state(), strict=True)
-            for slot, tensor in slots.items()
-        }
+        return self._optimizer.state(self.runtime.trained())
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what ``optimizer_state`` returned, for a model with the same trained parameters.
@@ -360,17 +361,12 @@ class TrainerRank:
         Raises:
             ValueError: A tensor is of no trained parameter, or not of its shape.
         """
-        slots: dict[str, dict[str, Tensor]] = {name: {} for name in self.runtime.trained()}
-        for key, tensor in tensors.items():
-            slot, _, name = key.partition(".")
-            if name not in slots:
-                raise ValueError(f"{key}: must be of a trained parameter, and the model trains none of that name")
-            slots[name][slot] = tensor
-        self._optimizer.load(list(slots.values()))
+        self._optimizer.load(tensors, self.runtime.trained())
 
     def learned(self) -> dict[str, Any]:
         """Return what the pricer learned from passes, as plain values for a checkpoint."""
         self._settle()
+        self._learning.begin()
         return self._pricing.learned()
 
     def load_learned(self, values: Mapping[str, Any]) -> None:
@@ -378,7 +374,7 @@ class TrainerRank:
         self._pricing.load_learned(values)
 
     def _call(self, flat: Flat, *, skip: bool = False, recorded: Sequence[SplitPart] = ()) -> Call:
-        self._pricing.begin()
+        self._learning.begin()
         groups = [self._candidates(flat, units) for units in plan_order(flat, self.runtime.facts)]
         return Call(flat, groups, self._gate, skip=skip, recorded=recorded)
 

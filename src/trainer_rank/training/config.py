@@ -166,7 +166,8 @@ class TrainConfig(_Section):
     ``warm_up: worst`` runs the request that needs most memory before the first step and drops its gradients.
     ``on_refuse: skip`` leaves out requests that cannot fit, names and counts them, where ``raise`` stops the run.
     ``max_packed_tokens`` is a hard cap on the packed rows of one pass. ``pricing`` says how passes are priced
-    (docs/pricing.md).
+    (docs/pricing.md), and ``learned`` whether what observed passes teach is shared with other runs or stays in this one
+    (docs/learning.md).
     A checkpoint is written every ``checkpoint_every`` steps and at the end; the newest ``keep_checkpoints`` are kept.
     Every ``verify_every`` steps, ``verify_requests`` requests of the step run again alone, and their log-probabilities
     are compared. ``tensorboard`` writes the figures of steps and evaluations into the run folder.
@@ -191,6 +192,7 @@ class TrainConfig(_Section):
     on_refuse: Literal["raise", "skip"] = "raise"
     max_packed_tokens: Count | None = None
     pricing: Literal["envelope", "profile"] = "envelope"
+    learned: Literal["shared", "run"] = "shared"
     memory_budget: Annotated[int | str, AfterValidator(_bytes)] | None = None
     threads: Count | None = None
     seed: int = 0

@@ -25,6 +25,7 @@ INEXACT: Final = {
     "memory_budget": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
     "max_packed_tokens": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
     "pricing": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
+    "learned": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
     "model.recompute": "steps that were not begun yet may be split elsewhere, so numbers differ in their last bits",
 }
 

@@ -57,6 +57,7 @@ MEANING: Final[Mapping[str, str]] = {
     "on_refuse": "A request that cannot fit: raise stops the run, skip leaves it out and counts it.",
     "max_packed_tokens": "Hard cap on the packed rows of one pass; null: memory decides.",
     "pricing": "How passes are priced: from traces of their code, or by bytes per row learned from passes.",
+    "learned": "What observed passes teach of memory: shared with other runs of yours, or kept in this run.",
     "compare_one_by_one": "At the end, train the smallest group one request at a time and report the speed-up.",
     "warm_up": "worst runs the request that needs most memory before the first step, without training.",
     "memory_budget": "All bytes on the device, weights included, such as 20GiB; null: what the device can give.",

@@ -15,6 +15,7 @@ from trainer_rank.prefix import build_tree
 from trainer_rank.requests import Request, flatten
 from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
 from trainer_rank.session import TrainerRank
+from trainer_rank.store import LearnedStore
 from trainer_rank.training.callbacks import Callback, Scalars, evaluation_scalars, step_scalars, tell
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.data_files import read_data
@@ -94,7 +95,9 @@ def train(
     progress.loading(requests=sum(len(group) for group in groups), model=config.model.path)
     resident = ResidentPeak()
     rank = _load(config, folder, resident)
-    if resumption is not None:
+    if resumption is None:
+        folder.learned(rank.learned())
+    else:
         resumption.load(rank)
         resumption.cut_back(config)
         folder.reopen()
@@ -346,6 +349,7 @@ def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> Tra
         memory_budget=config.memory_budget,
         max_packed_tokens=config.max_packed_tokens,
         pricing=config.pricing,
+        store=LearnedStore() if config.learned == "shared" else None,
         on_decision=lambda record: folder.decision(record.as_line()),
     )
 

@@ -6,6 +6,7 @@ Nothing on the disk changes before the checkpoint is known to belong to the mode
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,13 +70,15 @@ class Resumption:
             )
 
     def load(self, rank: TrainerRank) -> None:
-        """Load the checkpoint into ``rank``.
+        """Load the checkpoint into ``rank``, or without one what the run knew of memory when it began.
 
         Raises:
             ConfigError: The checkpoint is of another model. Nothing was loaded.
         """
         if self.checkpoint is not None:
             load_checkpoint(self.checkpoint, rank)
+        elif (begun := self.path / "learned.json").is_file():
+            rank.load_learned(json.loads(begun.read_text(encoding="utf-8")))
 
     def cut_back(self, config: TrainConfig, *, disk: Disk | None = None) -> None:
         """Cut the files of the run back to the checkpoint; what is cut off goes into ``interrupted/<number>/``.

@@ -3,6 +3,7 @@
     <run_dir>/001/
         config.yaml         the configuration with every default filled in
         environment.json    versions, hardware and threads; no host name, no path
+        learned.json        what was known of memory when the run began
         decisions.jsonl     one line per admission decision
         steps.jsonl         one line per optimizer step
         evaluations.jsonl   one line per evaluation, when there is evaluation data
@@ -35,6 +36,7 @@ from trainer_rank.training.records import EvaluationRecord, RunSummary, StepReco
 CONTENTS: Final = {
     "config.yaml": "the configuration with every default filled in",
     "environment.json": "versions, hardware and threads",
+    "learned.json": "what was known of memory when the run began",
     "decisions.jsonl": "one line per admission decision",
     "steps.jsonl": "one line per optimizer step",
     "evaluations.jsonl": "one line per evaluation",
@@ -85,6 +87,10 @@ class RunFolder:
     def reopen(self) -> None:
         """Number decisions on from those in the folder; to be called when they were cut back."""
         self._decisions = max((json.loads(line)["decision"] for line in self._lines("decisions.jsonl")), default=0)
+
+    def learned(self, values: Mapping[str, Any]) -> None:
+        """Write what is known of memory as the run begins."""
+        self._write("learned.json", values)
 
     def decision(self, record: Mapping[str, Any]) -> None:
         """Append one admission decision."""

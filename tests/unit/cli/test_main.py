@@ -37,6 +37,11 @@ def test_commands_and_options_are_pinned() -> None:
     assert options == {
         "data check": ["--debug", "--json", "--limit-errors", "--loss", "--model", "--train-on", "file"],
         "init": ["--debug", "--force", "file"],
+        "profile export": ["--debug", "--environment", "--force", "file"],
+        "profile forget": ["--debug", "environment"],
+        "profile import": ["--debug", "file"],
+        "profile ls": ["--debug", "--json"],
+        "profile show": ["--debug", "--json", "environment"],
         "train": ["--allow-changed", "--debug", "--json", "--resume", "--warm-up", "config"],
         "plan": sorted(
             [
@@ -63,13 +68,14 @@ def test_every_command_has_examples_that_parse() -> None:
 
 
 def test_options_of_one_meaning_have_one_name() -> None:
-    """What several commands take is spelt alike: every command that prints has --json, all have --debug."""
+    """What several commands take is spelt alike: every command that shows something has --json, all have --debug."""
+    silent = ["init", "profile export", "profile import", "profile forget"]
     options = {
         name: {option for parameter in one.params for option in parameter.opts}
         for name, one in leaves(typer.main.get_command(app)).items()
     }
     assert all("--debug" in found for found in options.values())
-    assert [name for name, found in options.items() if "--json" not in found] == ["init"]
+    assert [name for name, found in options.items() if "--json" not in found] == silent
 
 
 def test_help_succeeds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,7 @@ def test_keys_are_pinned() -> None:
         "on_refuse",
         "max_packed_tokens",
         "pricing",
+        "learned",
         "memory_budget",
         "threads",
         "seed",
