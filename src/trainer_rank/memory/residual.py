@@ -14,8 +14,8 @@ of what the fit leaves over, divided by the n - 3 observations that three coeffi
 fewer leave nothing over, and have none.
 
 Outside what was seen little is known, so little is claimed. A larger pass is charged the same intercept: one small pass
-says nothing about growth. A pass smaller than any that was seen is charged its share of intercept and margin: one large
-pass says nothing about what is fixed.
+says nothing about growth. A pass with fewer rows or tokens than any that was seen is charged its share of intercept and
+margin: one large pass says nothing about what is fixed, and the same tokens on a third of the rows are smaller work.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Residual:
             return 0
         smallest_rows = min(one.packed_rows for one in self.seen)
         smallest_tokens = min(one.logical_tokens for one in self.seen)
-        share = min(1.0, max(packed_rows / max(1, smallest_rows), logical_tokens / max(1, smallest_tokens)))
+        share = min(1.0, packed_rows / max(1, smallest_rows), logical_tokens / max(1, smallest_tokens))
         growing = self.per_row * packed_rows + self.per_token * logical_tokens
         extra = int(np.ceil(growing + share * (self.intercept + self.margin)))
         asked = (packed_rows, logical_tokens, predicted_bytes)

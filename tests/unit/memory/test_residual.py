@@ -80,6 +80,13 @@ def test_what_was_seen_to_fit_is_charged_no_more_than_it_took() -> None:
     assert twice.extra_bytes(1000, 1000, 10**9) == 90 * MIB
 
 
+def test_the_same_tokens_on_a_third_of_the_rows_are_smaller_work() -> None:
+    """129 GB where 6 GB were predicted, sharing nothing; shared, the same requests fit into 80 GiB."""
+    found = Residual().observe(seen(73_696, 123 * 10**9, predicted=6 * 10**9))
+    predicted = 6 * 10**9 * 21_487 // 73_696
+    assert predicted + found.extra_bytes(21_487, 73_696, predicted) <= 80 * GIB
+
+
 observations = st.lists(
     st.builds(
         lambda rows, sharing, missing: seen(rows, missing, tokens=rows * sharing),

@@ -93,16 +93,17 @@ def test_prices_within_a_call_agree(new_rank: NewRank) -> None:
 
 @pytest.mark.filterwarnings("ignore:caller_above_declaration")
 def test_a_large_surprise_does_not_refuse_smaller_work(new_rank: NewRank, meter: Meter) -> None:
-    """A small pass is charged its share of what the large one was short of, by rows; a small device takes it."""
+    """A small pass is charged its share of what the large one was short of; a small device takes it."""
     rank = new_rank(caller_bytes_per_token=0)
     own, large = price(rank, SMALL), price(rank, LARGE)
     (observed,) = train(rank, LARGE)
     rank.learned()
-    rows = [one.stats.packed_rows for batch in (SMALL, LARGE) for one in rank.plan(batch)]
-    share = (observed.peak_bytes - large) * rows[0] // rows[1]
+    tokens = [one.stats.logical_tokens for batch in (SMALL, LARGE) for one in rank.plan(batch)]
+    share = (observed.peak_bytes - large) * tokens[0] // tokens[1]
     assert learned(rank, SMALL) == pytest.approx(share, abs=2)
     pending = sum(term.num_bytes for term in rank.plan(SMALL)[0].admission.pending)
-    small = new_rank(caller_bytes_per_token=0, meter=offering(meter, own + share + pending + 2))
+    tight = offering(meter, own + share + pending + 2)
+    small = TrainerRank(rank.runtime, meter=tight, caller_bytes_per_token=0, verify_backend=False)
     small.load_learned(rank.learned())
     assert len(small.plan(SMALL)) == 1
 
