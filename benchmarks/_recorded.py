@@ -114,7 +114,8 @@ def record(
             # Once before: the optimizer's state, and what libraries allocate at first use, is no pass's.
             continue
         admission, observed = records[0], rank.last_observation
-        assert isinstance(admission, AdmissionRecord) and observed is not None
+        assert isinstance(admission, AdmissionRecord)
+        assert observed is not None
         (forward,) = admission.pricing["forwards"]
         signature = MemorySignature.from_json(forward["signature"])
         yield Recorded(
