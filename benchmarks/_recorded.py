@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer_rank import Request, TrainerRank, TransformersRuntime
+from trainer_rank.executor.scalars import with_scalars
 from trainer_rank.memory import ForwardShape, MemorySignature, Profile, ProfileModel, Residual, Seen
 from trainer_rank.memory.profile import price_forward
 from trainer_rank.meters import Meter
@@ -104,7 +105,7 @@ def record(
     for number, batch in enumerate((batches[0], *batches)):
         (planned,) = rank.plan(batch)
         (work,) = planned.works
-        traced = rank._pricer.price(work).required_bytes
+        traced = with_scalars(rank._pricer.price(work), runtime, work).required_bytes
         records.clear()
         for micro_batch in rank.forward_micro_batches(batch):
             summed(micro_batch.results).backward()

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from trainer_rank.errors import ConfigError
 from trainer_rank.executor.envelope_pricer import EnvelopePricer
+from trainer_rank.executor.scalars import with_scalars
 from trainer_rank.memory import (
     ForwardShape,
     LowerBound,
@@ -27,6 +28,7 @@ from trainer_rank.memory import (
 )
 from trainer_rank.memory.profile import LOGICAL_CHARGE, price_forward, required_at_least, retained_at_least
 from trainer_rank.memory.signature import request_key
+from trainer_rank.planner import PassWork
 from trainer_rank.prefix import Layout, build_tree, layout_rows
 from trainer_rank.requests import Request
 from trainer_rank.runtime import Runtime
@@ -210,7 +212,11 @@ def open_pricing(pricing: Pricing, runtime: Runtime, envelope: EnvelopePricer) -
         ConfigError: There is no such pricer, or it does not support the caller's declared loss.
     """
     if pricing == "envelope":
-        return ResidualPricing(lambda work: envelope.price(work), runtime.facts, lambda: envelope.surroundings)
+
+        def price(work: PassWork) -> Price:
+            return with_scalars(envelope.price(work), runtime, work)
+
+        return ResidualPricing(price, runtime.facts, lambda: envelope.surroundings)
     if pricing != "profile":
         raise ConfigError(f"pricing must be 'envelope' or 'profile', got {pricing!r}")
     found = ProfilePricing(runtime)

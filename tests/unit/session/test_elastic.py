@@ -88,7 +88,7 @@ def test_the_fewest_layers_that_fit_are_recomputed() -> None:
         assert sorted(prices.values(), reverse=True) == list(prices.values())
         for k in (1, LAYERS):
             rank = TrainerRank(
-                runtime, meter=offering(meter, prices[k] + state + 64), head_chunk_rows=64, verify_backend=False,
+                runtime, meter=offering(meter, prices[k] + state + 128), head_chunk_rows=64, verify_backend=False,
                 layout=Layout.full_sharing(),
             )  # fmt: skip
             (planned,) = rank.plan(BATCH)
@@ -119,7 +119,7 @@ def test_looking_for_a_faster_cut_records_no_refusal() -> None:
         least = dry.price(replace(pass_work(BATCH[-1:], [0]), recomputed=LAYERS)).required_bytes
         records: list[Record] = []
         rank = TrainerRank(
-            runtime, meter=offering(meter, least + runtime.facts.adam_state_bytes + 64), head_chunk_rows=64,
+            runtime, meter=offering(meter, least + runtime.facts.adam_state_bytes + 128), head_chunk_rows=64,
             verify_backend=False, on_decision=records.append,
         )  # fmt: skip
         (planned,) = rank.plan(BATCH[-1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from fractions import Fraction
@@ -62,6 +63,8 @@ def test_a_cold_start_is_priced_by_the_static_estimate_alone(profile_rank: Calla
 def test_an_observation_counts_from_the_next_call_on(profile_rank: Callable[..., TrainerRank]) -> None:
     """Within a call prices stay; then the formula holds with what was observed."""
     rank = profile_rank()
+    # What other tests left behind would be freed while this is measured.
+    gc.collect()
     run = rank.forward_micro_batches(LONG)
     negative_sum(next(run)).backward()
     assert rank._pricing.learned()["profiles"] == []
