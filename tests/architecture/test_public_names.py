@@ -66,6 +66,6 @@ def test_the_signature_of_the_main_entry_is_pinned() -> None:
     parameters = inspect.signature(trainer_rank.TrainerRank).parameters
     assert list(parameters) == [
         "runtime", "memory_budget", "head_chunk_rows", "max_packed_tokens", "caller_bytes_per_token", "layout",
-        "pricing", "store", "on_decision", "verify_backend", "meter",
+        "pricing", "store", "speed", "on_decision", "verify_backend", "meter",
     ]  # fmt: skip
     assert all(one.kind is one.KEYWORD_ONLY for name, one in parameters.items() if name != "runtime")

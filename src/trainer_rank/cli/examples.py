@@ -31,6 +31,10 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
         "trainer-rank profile export one.json --environment 3f2a",
     ),
     "profile import": ("trainer-rank profile import h200.json",),
+    "profile fit-speed": (
+        "trainer-rank profile fit-speed runs/001",
+        "trainer-rank profile fit-speed trainer-rank.yaml",
+    ),
     "profile forget": ("trainer-rank profile forget 3f2a",),
     "init": (
         "trainer-rank init",

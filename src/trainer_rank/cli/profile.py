@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from trainer_rank.cli.examples import epilog
 from trainer_rank.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
+    from trainer_rank.planner.speed import Speed
     from trainer_rank.store import Entry
 
 profile = typer.Typer(help="What observed passes taught of memory.", no_args_is_help=True, rich_markup_mode=None)
@@ -130,6 +132,37 @@ def forget(environment: Environment, debug: Debug = False) -> None:
     typer.echo(f"{count} {'entry' if count == 1 else 'entries'} of {digest} deleted")
 
 
+@profile.command("fit-speed", short_help="Measure how long passes take.", epilog=epilog("profile fit-speed"))
+def fit_speed(
+    source: Annotated[Path, typer.Argument(help="Run folder, or a configuration to measure with now.")],
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Fit the predicted time of passes to those of a recorded run, or to passes run now; later runs plan with it."""
+    from rich.console import Console
+
+    from trainer_rank.planner.speed import fit_speed as fit
+    from trainer_rank.store import SPEED, LearnedStore
+    from trainer_rank.training.fit_speed import measured_passes, recorded_passes
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    progress = Console(stderr=True, highlight=False)
+    if source.is_dir():
+        environment, passes = recorded_passes(source)
+    elif source.is_file():
+        environment, passes = measured_passes(source, tell=progress.print)
+    else:
+        raise ConfigError(f"fit-speed: {source} must be a run folder or a configuration file; there is neither")
+    found = fit(passes)
+    store = LearnedStore()
+    store.merge(environment, SPEED, {"": found.to_json()})
+    if json:
+        typer.echo(json_format.dumps({"passes": len(passes), **found.to_json()}))
+        return
+    typer.echo(f"{len(passes)} passes: {_speed(found)}; median error {found.error:.1%}")
+    typer.echo(f"runs that begin from now on plan with it ({store.path})")
+
+
 def _grouped(entries: list[Entry]) -> dict[str, list[Entry]]:
     found: dict[str, list[Entry]] = {}
     for one in entries:
@@ -166,17 +199,28 @@ def _when(written_at: float) -> str:
 
 
 def _readable(signature: str) -> str:
-    return ", ".join(f"{name} {_plain(value)}" for name, value in json_format.loads(signature).items())
+    return ", ".join(f"{name} {_plain(value)}" for name, value in json_format.loads(signature or "{}").items())
 
 
 def _plain(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def _speed(speed: Speed) -> str:
+    return (
+        f"{1000 * (speed.seconds_per_row or 0):.3f} ms per row, a pass counts for {speed.pass_rows} rows more, a "
+        f"segment for {speed.segment_rows}, recomputing a layer for {speed.again:.2f} forwards of it"
+    )
+
+
 def _meaning(entry: Entry) -> str:
     from trainer_rank.memory import Profile, Residual
+    from trainer_rank.planner.speed import Speed
+    from trainer_rank.store import SPEED
     from trainer_rank.units import format_bytes
 
+    if entry.pricer == SPEED:
+        return _speed(Speed.from_json(entry.value))
     if entry.pricer == "profile":
         known = Profile.from_json(entry.value)
         return (

@@ -3,6 +3,7 @@
 from trainer_rank.planner.pass_bound import PassBound
 from trainer_rank.planner.passes import PassPlan, plan_passes
 from trainer_rank.planner.sharing import Sharing
+from trainer_rank.planner.speed import Speed
 from trainer_rank.planner.work import DenseRows, HeadRows, PassWork, TopRows, head_rows, pass_work
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "PassPlan",
     "PassWork",
     "Sharing",
+    "Speed",
     "TopRows",
     "head_rows",
     "pass_work",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from trainer_rank.planner.passes import PassPlan, plan_passes
+from trainer_rank.planner.passes import PASS_ROWS, PassPlan, plan_passes
 from trainer_rank.planner.sharing import Sharing
 
 Fill = Callable[[Sequence[int]], float]
@@ -44,13 +44,16 @@ class FittedPasses:
     capacity: int | None
 
 
-def fit_passes(units: Sharing, fill: Fill, *, most_rows: int | None = None) -> FittedPasses | int:
+def fit_passes(
+    units: Sharing, fill: Fill, *, most_rows: int | None = None, pass_rows: int = PASS_ROWS
+) -> FittedPasses | int:
     """Return passes over all units, each of which fits, or a unit that does not fit alone.
 
     Args:
         units: At least one.
         fill: Asked about units in ascending order.
         most_rows: Hard cap on the packed rows of a pass, which ``fill`` keeps to as well; None for none.
+        pass_rows: Rows that a pass counts for beside its own.
     """
     everything = tuple(range(len(units)))
     taken = fill(everything)
@@ -58,13 +61,14 @@ def fit_passes(units: Sharing, fill: Fill, *, most_rows: int | None = None) -> F
         return FittedPasses(passes=(everything,), capacity=None)
     if len(units) == 1:
         return 0
-    return _Search(units, fill, most_rows, taken).run()
+    return _Search(units, fill, most_rows, pass_rows, taken).run()
 
 
 class _Search:
-    def __init__(self, units: Sharing, fill: Fill, most_rows: int | None, taken: float) -> None:
+    def __init__(self, units: Sharing, fill: Fill, most_rows: int | None, pass_rows: int, taken: float) -> None:
         self._units = units
         self._fill = fill
+        self._pass_rows = pass_rows
         whole = units.rows(range(len(units)))
         # Rows with which everything fits, and with which something does not.
         self._low, self._high = 0, whole if most_rows is None else min(whole, most_rows + 1)
@@ -78,7 +82,7 @@ class _Search:
         rejected: PassPlan | None = None
         for _ in range(ROUNDS):
             capacity = self._estimate()
-            plan = plan_passes(self._units, capacity)
+            plan = plan_passes(self._units, capacity, pass_rows=self._pass_rows)
             if best is not None and plan.score >= best.score:
                 break
             found = self._ask(plan)
@@ -144,7 +148,7 @@ class _Search:
                 half = len(one) // 2
                 pending += [one[:half], one[half:]]
             else:
-                found = fit_passes(self._units.of(one), self._fill_of(one))
+                found = fit_passes(self._units.of(one), self._fill_of(one), pass_rows=self._pass_rows)
                 if isinstance(found, int):
                     return one[found]
                 passes += [tuple(one[number] for number in some) for some in found.passes]

@@ -23,9 +23,10 @@ from trainer_rank.planner.exact_passes import MOST_EXACT, exact_passes
 from trainer_rank.planner.improve import improve_passes
 from trainer_rank.planner.pass_bound import PassBound, bound_passes
 from trainer_rank.planner.sharing import Sharing
+from trainer_rank.planner.speed import Speed
 
-PASS_ROWS: Final = 16
-"""Packed rows whose time a pass costs by itself. A convention: it keeps equal plans from being cut further."""
+PASS_ROWS: Final = Speed().pass_rows
+"""Packed rows whose time a pass costs by itself, by convention."""
 
 _LOOSELY: Final = 8
 

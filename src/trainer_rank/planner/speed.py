@@ -159,7 +159,7 @@ def _non_negative(design: NDArray[np.float64], seconds: NDArray[np.float64]) -> 
         for columns in combinations(range(design.shape[1]), count):
             found, *_ = np.linalg.lstsq(relative[:, columns], ones, rcond=None)
             left = float(((relative[:, columns] @ found - ones) ** 2).sum())
-            if (found >= 0).all() and left < least * (1 - 1e-9):
+            if (found >= 0).all() and left < least * (1 - 1e-6) - 1e-15:
                 best, least = np.zeros(design.shape[1]), left
                 best[list(columns)] = found
     return best

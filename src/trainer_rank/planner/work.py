@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer_rank.prefix import Layout, PackedBatch, build_tree, choose_layout, pack, shape_fingerprint
+from trainer_rank.prefix import (
+    DEFAULT_SEGMENT_COST_ROWS,
+    Layout,
+    PackedBatch,
+    build_tree,
+    choose_layout,
+    pack,
+    shape_fingerprint,
+)
 from trainer_rank.requests import IGNORED, Request
 
 Rows = NDArray[np.int64]
@@ -213,6 +221,7 @@ def pass_work(
     layout: Layout | None = None,
     *,
     adapter: str | None = None,
+    segment_rows: int = DEFAULT_SEGMENT_COST_ROWS,
 ) -> PassWork:
     """Return the work of one pass over requests that agree in grad mode and adapter.
 
@@ -221,10 +230,11 @@ def pass_work(
         indices: Their flat indices.
         layout: What is shared; None chooses by rows and segments.
         adapter: The adapter, None for the runtime's own.
+        segment_rows: Rows that a segment counts for when a layout is chosen.
     """
     computed = [position for position, request in enumerate(requests) if request.computes]
     tree = build_tree([requests[position].tokens for position in computed])
-    batch = pack(tree, choose_layout(tree) if layout is None else layout)
+    batch = pack(tree, choose_layout(tree, segment_rows) if layout is None else layout)
     place = {position: number for number, position in enumerate(computed)}
     places = [place.get(position) for position in range(len(requests))]
     return PassWork(

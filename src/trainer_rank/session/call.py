@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from trainer_rank.admission import Admission, Budget
 from trainer_rank.errors import TrainerRankMemoryError
-from trainer_rank.planner.recompute import layer_rows
 from trainer_rank.requests import Flat, Normaliser, normaliser
 from trainer_rank.session.candidates import Candidate, Candidates, Units
 from trainer_rank.session.execution import Execution
@@ -141,11 +140,11 @@ class Call:
         for group in self._groups:
             group.most_recomputed = most
 
-    def _time(self, passes: Sequence[Pass], budget: Budget, *, split: bool) -> int:
+    def _time(self, passes: Sequence[Pass], budget: Budget, *, split: bool) -> float:
         """Return the predicted time of passes, each with as few recomputed layers as fit."""
-        pending = self._gate.pending(split=split or len(passes) > 1)
+        group, pending = self._groups[0], self._gate.pending(split=split or len(passes) > 1)
         candidates = (self._groups[number].admission(units, budget, pending)[0] for number, units in passes)
-        return sum(layer_rows(one.works, self._groups[0].num_layers) for one in candidates)
+        return sum(group.speed.time(one.works, group.num_layers) for one in candidates)
 
     def planned(self) -> Iterator[tuple[Candidate, Admission]]:
         """Yield the passes and the verdict of each planned micro-batch, in the order they would run."""

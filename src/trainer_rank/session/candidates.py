@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from trainer_rank.admission import Admission, Budget, admit
 from trainer_rank.memory import LowerBound, ModelFacts, Price, Term
-from trainer_rank.planner import PassWork, Sharing, pass_work
+from trainer_rank.planner import PassWork, Sharing, Speed, pass_work
 from trainer_rank.prefix import Layout
 from trainer_rank.requests import Request
 from trainer_rank.session.pricing import Forward, Pricer
@@ -61,6 +61,8 @@ class Candidates:
         recompute_choices: How many of the first layers may run again in backward, ascending, where that is chosen for
             each candidate; empty where it is not.
 
+        speed: How long passes are predicted to take.
+
     Attributes:
         most_recomputed: Larger choices are left out; None leaves out none.
     """
@@ -74,8 +76,10 @@ class Candidates:
         max_packed_rows: int | None,
         facts: ModelFacts,
         recompute_choices: tuple[int, ...] = (),
+        speed: Speed | None = None,
     ) -> None:
         self._facts = facts
+        self.speed = Speed() if speed is None else speed
         self.recompute_choices = recompute_choices
         self.most_recomputed: int | None = None
         self._leaves = leaves
@@ -201,7 +205,11 @@ class Candidates:
                     by_key.setdefault(pass_key(self._leaves[index], self._facts), []).append(index)
             self._works[key] = tuple(
                 pass_work(
-                    [self._leaves[index] for index in members], members, self._layouts[number], adapter=adapter or None
+                    [self._leaves[index] for index in members],
+                    members,
+                    self._layouts[number],
+                    adapter=adapter or None,
+                    segment_rows=self.speed.segment_rows,
                 )
                 for (_, adapter), members in sorted(by_key.items())
             )

@@ -99,7 +99,9 @@ class Gate:
                 return min(1.0, verdict.price.required_bytes / room) if room > 0 else 0.0
             return max(1.0 + 1e-9, verdict.price.required_bytes / room) if room > 0 else math.inf
 
-        found = fit_passes(group.sharing.of(computing), fill, most_rows=self._max_packed_tokens)
+        found = fit_passes(
+            group.sharing.of(computing), fill, most_rows=self._max_packed_tokens, pass_rows=group.speed.pass_rows
+        )
         if isinstance(found, int):
             return computing[found]
         return [chosen(numbers) for numbers in found.passes]

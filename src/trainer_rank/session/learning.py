@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, Final
 
@@ -12,9 +13,10 @@ import torch
 
 from trainer_rank.errors import StoreError
 from trainer_rank.meters import Meter
+from trainer_rank.planner import Speed
 from trainer_rank.runtime import Runtime
 from trainer_rank.session.pricing import Pricer, Pricing
-from trainer_rank.store import LearnedStore
+from trainer_rank.store import SPEED, LearnedStore
 
 _LIBRARIES: Final = ("torch", "transformers", "peft")
 
@@ -30,16 +32,31 @@ class Learning:
         name: Its name.
         store: What was learned before; None for none.
         environment: What must agree for that to be of use.
+        speed: How long passes are predicted to take; None takes what the store has.
+
+    Attributes:
+        speed: As given, as measured in this environment, or the convention.
     """
 
-    def __init__(self, pricer: Pricer, name: Pricing, store: LearnedStore | None, environment: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        pricer: Pricer,
+        name: Pricing,
+        store: LearnedStore | None,
+        environment: dict[str, Any],
+        speed: Speed | None = None,
+    ) -> None:
         self._pricer = pricer
         self._name = name
         self._store = store
         self._environment = environment
+        self.speed = Speed() if speed is None else speed
         if store is not None:
             try:
                 pricer.load_stored(store.load(environment, name))
+                measured = store.load(environment, SPEED)
+                if speed is None and measured:
+                    self.speed = Speed.from_json(measured[""])
             except StoreError as error:
                 self._give_up(error)
 
@@ -52,6 +69,18 @@ class Learning:
                 self._store.merge(self._environment, self._name, news)
             except StoreError as error:
                 self._give_up(error)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything learned as plain values, with the environment it was learned in."""
+        self.begin()
+        return {**self._pricer.learned(), "speed": self.speed.to_json(), "environment": self._environment}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Go on from ``state``; of another environment only the speed, so that plans stay what they were."""
+        if "speed" in values:
+            self.speed = Speed.from_json(values["speed"])
+        if values.get("environment", self._environment) == self._environment:
+            self._pricer.load_learned(values)
 
     def _give_up(self, error: StoreError) -> None:
         self._store = None
@@ -73,6 +102,6 @@ def environment_of(runtime: Runtime, meter: Meter) -> dict[str, Any]:
             "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "meter": type(meter).__name__,
+        "meter": meter.name,
         "versions": {name: metadata.version(name) for name in _LIBRARIES} | {"cuda": torch.version.cuda},
     }

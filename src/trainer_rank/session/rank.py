@@ -18,7 +18,7 @@ from trainer_rank.executor.oom import map_out_of_memory
 from trainer_rank.executor.self_test import self_test
 from trainer_rank.memory import Observation, Timeline
 from trainer_rank.meters import Meter, open_meter
-from trainer_rank.planner import PassWork
+from trainer_rank.planner import PassWork, Speed
 from trainer_rank.planner.recompute import recompute_choices
 from trainer_rank.prefix import Layout
 from trainer_rank.report import Record
@@ -67,8 +67,8 @@ class TrainerRank:
         layout: Layout every pass must use; None takes the fastest that fits.
         pricing: ``envelope`` prices a pass by a trace of the code it will run. ``profile`` prices it by learned bytes
             per packed row; see ``forward_micro_batches`` for what that supposes, and docs/pricing.md for both.
-        store: Keeps what was learned of memory from one process to the next (docs/learning.md); None keeps it in this
-            rank and its checkpoints.
+        store: Keeps what was learned (docs/learning.md); None keeps it in this rank and its checkpoints.
+        speed: Predicted time of passes; None takes what the store has, or else a convention.
         on_decision: Called with the record of each verdict, and of each observation once the micro-batch is done.
         verify_backend: Run the packed-versus-alone self-test now.
         meter: Measures device memory; None opens the one that fits the runtime's device.
@@ -89,6 +89,7 @@ class TrainerRank:
         layout: Layout | None = None,
         pricing: Pricing = "envelope",
         store: LearnedStore | None = None,
+        speed: Speed | None = None,
         on_decision: Callable[[Record], None] | None = None,
         verify_backend: bool = True,
         meter: Meter | None = None,
@@ -111,7 +112,7 @@ class TrainerRank:
             store=EnvelopeStore(default_folder()),
         )
         self._pricing = open_pricing(pricing, runtime, self._pricer)
-        self._learning = Learning(self._pricing, pricing, store, environment_of(runtime, self.meter))
+        self._learning = Learning(self._pricing, pricing, store, environment_of(runtime, self.meter), speed)
         decisions = Decisions(runtime, self._pricing, on_decision)
         self._execution = Execution(
             runtime,
@@ -364,14 +365,13 @@ class TrainerRank:
         self._optimizer.load(tensors, self.runtime.trained())
 
     def learned(self) -> dict[str, Any]:
-        """Return what the pricer learned from passes, as plain values for a checkpoint."""
+        """Return what passes taught, and the speed that plans are made with, as plain values for a checkpoint."""
         self._settle()
-        self._learning.begin()
-        return self._pricing.learned()
+        return self._learning.state()
 
     def load_learned(self, values: Mapping[str, Any]) -> None:
-        """Go on from what ``learned`` returned on a rank of the same model, device and pricing."""
-        self._pricing.load_learned(values)
+        """Go on from what ``learned`` returned; what was learned of another model, device or version is left alone."""
+        self._learning.load(values)
 
     def _call(self, flat: Flat, *, skip: bool = False, recorded: Sequence[SplitPart] = ()) -> Call:
         self._learning.begin()
@@ -383,7 +383,10 @@ class TrainerRank:
         chosen = self.runtime.recompute == "auto" and self._pricing.tells_recompute
         facts = self.runtime.facts
         choices = recompute_choices(facts.num_layers) if chosen else ()
-        return Candidates(flat.leaves, units, self._pricing, self._layout, self._max_packed_tokens, facts, choices)
+        speed = self._learning.speed
+        return Candidates(
+            flat.leaves, units, self._pricing, self._layout, self._max_packed_tokens, facts, choices, speed
+        )
 
 
 def _check_positive(name: str, value: int) -> None:

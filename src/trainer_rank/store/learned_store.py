@@ -59,7 +59,7 @@ class Entry:
     Attributes:
         environment: Digest of ``facts``.
         facts: Model, device and versions, as plain values.
-        pricer: ``envelope`` or ``profile``.
+        pricer: ``envelope`` or ``profile``, or ``speed``.
         signature: What passes have in common, as JSON text.
         value: What was learned, as plain values; the pricer's own.
         observations: Observations it was learned from.
@@ -95,7 +95,7 @@ class Entry:
         try:
             merged = MERGES[values["pricer"]](None, values["value"])
             facts = dict(values["facts"])
-            json.loads(values["signature"])
+            json.loads(values["signature"] or "{}")
             return cls(
                 environment=digest_of(facts), facts=facts, pricer=values["pricer"], signature=values["signature"],
                 value=merged, observations=int(values["observations"]), written_at=float(values["written_at"]),
@@ -114,7 +114,16 @@ def _merge_profiles(known: Any, more: Any) -> dict[str, Any]:
     return (found if known is None else Profile.from_json(known).join(found)).to_json()
 
 
-MERGES: Final[Mapping[str, Callable[[Any, Any], Any]]] = {"envelope": _merge_residuals, "profile": _merge_profiles}
+def _latest(known: Any, more: Any) -> Any:
+    return dict(more)
+
+
+SPEED: Final = "speed"
+"""What stands for a pricer where speed is kept, under an empty signature: the latest measurement counts."""
+
+MERGES: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "envelope": _merge_residuals, "profile": _merge_profiles, SPEED: _latest,
+}  # fmt: skip
 """How what a pricer learned is put together from two processes: ``merge(known or None, more)``."""
 
 

@@ -13,9 +13,7 @@ import torch
 from trainer_rank.errors import TrainingError, TrainingInterruptedError
 from trainer_rank.prefix import build_tree
 from trainer_rank.requests import Request, flatten
-from trainer_rank.runtime.transformers import LoraConfig, TransformersRuntime
 from trainer_rank.session import TrainerRank
-from trainer_rank.store import LearnedStore
 from trainer_rank.training.callbacks import Callback, Scalars, evaluation_scalars, step_scalars, tell
 from trainer_rank.training.config import TrainConfig
 from trainer_rank.training.data_files import read_data
@@ -23,7 +21,7 @@ from trainer_rank.training.formats import Words
 from trainer_rank.training.interrupt import Interrupts, StopRequested
 from trainer_rank.training.keeper import Keeper
 from trainer_rank.training.learning_rate import learning_rate
-from trainer_rank.training.lora_targets import family_of, targets_of
+from trainer_rank.training.load_rank import load_model, load_rank
 from trainer_rank.training.losses import MetricSums, Objective, objective_for
 from trainer_rank.training.model_limits import limits_of
 from trainer_rank.training.one_by_one import compare
@@ -94,7 +92,10 @@ def train(
         folder = RunFolder.create(config, threads=torch.get_num_threads())
     progress.loading(requests=sum(len(group) for group in groups), model=config.model.path)
     resident = ResidentPeak()
-    rank = _load(config, folder, resident)
+    runtime = load_model(config)
+    # The rank's meter starts the system's peak again; loading the model is the piece before.
+    resident.sample()
+    rank = load_rank(config, runtime, on_decision=lambda record: folder.decision(record.as_line()))
     if resumption is None:
         folder.learned(rank.learned())
     else:
@@ -325,33 +326,6 @@ class _Run:
             f"step {number}: {reason}, so the run stops before the weights change; the steps before it are in "
             f"{self._folder.path}. Lower optimizer.lr or look at the step's data"
         )
-
-
-def _load(config: TrainConfig, folder: RunFolder, resident: ResidentPeak) -> TrainerRank:
-    lora = config.model.lora
-    runtime = TransformersRuntime.from_pretrained(
-        config.model.path,
-        lora=None
-        if lora is None
-        else LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=0.0,
-            target_modules=list(targets_of(lora.targets, family_of(config.model.path))),
-        ),
-        recompute=config.model.recompute,
-        dtype=config.model.dtype,
-    )
-    # The rank's meter starts the system's peak again; loading the model is the piece before.
-    resident.sample()
-    return TrainerRank(
-        runtime,
-        memory_budget=config.memory_budget,
-        max_packed_tokens=config.max_packed_tokens,
-        pricing=config.pricing,
-        store=LearnedStore() if config.learned == "shared" else None,
-        on_decision=lambda record: folder.decision(record.as_line()),
-    )
 
 
 def _request(rollout: Rollout, *, no_grad: bool = False, payload: object = None) -> Request:

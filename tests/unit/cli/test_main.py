@@ -38,6 +38,7 @@ def test_commands_and_options_are_pinned() -> None:
         "data check": ["--debug", "--json", "--limit-errors", "--loss", "--model", "--train-on", "file"],
         "init": ["--debug", "--force", "file"],
         "profile export": ["--debug", "--environment", "--force", "file"],
+        "profile fit-speed": ["--debug", "--json", "source"],
         "profile forget": ["--debug", "environment"],
         "profile import": ["--debug", "file"],
         "profile ls": ["--debug", "--json"],

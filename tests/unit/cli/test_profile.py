@@ -78,3 +78,45 @@ def test_forget_deletes_one_environment(known: str, capsys: pytest.CaptureFixtur
     assert run(["profile", "forget", known[:4]]) == SUCCESS
     assert f"3 entries of {known} deleted" in capsys.readouterr().out
     assert LearnedStore().entries() == []
+
+
+def recorded(folder: Path, *, passes: int = 12) -> Path:
+    """A run folder with the records that times are read from: 1 ms per row and 40 ms per pass."""
+    folder.mkdir()
+    (folder / "learned.json").write_text(json.dumps({"name": "envelope", "environment": FACTS}))
+    lines = []
+    for number in range(1, passes + 1):
+        one = {"packed_rows": 100 * number, "segments": 1, "head_rows": 10, "recomputed": None, "no_grad": False}
+        facts = {"num_layers": 2}
+        lines += [
+            {"kind": "admission", "decision": number, "passes": [one], "recompute": "none", "facts": facts},
+            {"kind": "observation", "decision": number, "seconds": 0.04 + 0.1 * number},
+        ]
+    (folder / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_speed_is_fitted_to_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And kept for the runs that begin later, in the environment of that run."""
+    run_folder = str(recorded(tmp_path / "001"))
+    assert run(["profile", "fit-speed", run_folder, "--json"]) == SUCCESS
+    found = json.loads(capsys.readouterr().out)
+    assert (found["passes"], found["pass_rows"]) == (11, 40)
+    assert found["seconds_per_row"] == pytest.approx(1e-3)
+    assert LearnedStore().load(FACTS, "speed")[""]["pass_rows"] == 40
+    assert run(["profile", "show", ""]) == SUCCESS
+    assert "a pass counts for 40 rows more" in " ".join(capsys.readouterr().out.replace("│", "").split())
+
+
+def test_speed_of_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No such path, a folder that is no run, a run of three passes: each is named, and nothing is kept."""
+    (tmp_path / "empty").mkdir()
+    few = recorded(tmp_path / "few", passes=3)
+    for source, reason in [
+        ("nowhere", "there is neither"),
+        ("empty", "must be a run folder"),
+        (few.name, "at least 6"),
+    ]:
+        assert run(["profile", "fit-speed", str(tmp_path / source)]) == WRONG_INPUT
+        assert reason in capsys.readouterr().err
+    assert LearnedStore().entries() == []

@@ -19,7 +19,8 @@ from trainer_rank.executor.run import run_forward
 from trainer_rank.memory import fold
 from trainer_rank.meters import open_meter
 from trainer_rank.planner import pass_work
-from trainer_rank.planner.recompute import layer_rows, recompute_choices
+from trainer_rank.planner.recompute import recompute_choices
+from trainer_rank.planner.speed import Speed
 from trainer_rank.prefix import Layout
 from trainer_rank.report import AdmissionRecord, Record
 
@@ -145,7 +146,7 @@ def test_choices_and_times() -> None:
     assert recompute_choices(4) == (0, 4)
     assert recompute_choices(30) == (0, 7, 15, 22, 30)
     work = pass_work(BATCH, range(4))
-    rows = work.batch.packed_rows + 16
-    times = [layer_rows([replace(work, recomputed=k)], 12) for k in (0, 6, 12)]
-    assert times == [rows * 36, rows * 42, rows * 48]
-    assert layer_rows([replace(work, no_grad=True)], 12) == rows * 12
+    rows = work.batch.packed_rows + 16 + 16 * work.batch.num_segments
+    times = [Speed().time([replace(work, recomputed=k)], 12) for k in (0, 6, 12, None)]
+    assert times == [rows * 3, rows * 3.5, rows * 4, rows * 4]
+    assert Speed().time([replace(work, no_grad=True)], 12) == rows
