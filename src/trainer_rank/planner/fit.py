@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from trainer_rank.planner.pass_bound import bound_passes
 from trainer_rank.planner.passes import PASS_ROWS, PassPlan, plan_passes
 from trainer_rank.planner.sharing import Sharing
 
@@ -32,8 +33,36 @@ MARGIN: Final = 0.995
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuality:
+    """How good a plan is known to be; plans of several groups add up.
+
+    Attributes:
+        passes, rows: Of the plan, rows under full sharing.
+        bound_passes, bound_rows: What no plan falls below whose passes have at most as many rows as was found to fit.
+    """
+
+    passes: int = 0
+    rows: int = 0
+    bound_passes: int = 0
+    bound_rows: int = 0
+
+    @property
+    def gap(self) -> float:
+        """How far the packed rows may be above the least, as a fraction."""
+        return self.rows / self.bound_rows - 1 if self.bound_rows else 0.0
+
+    def __add__(self, other: PlanQuality) -> PlanQuality:
+        return PlanQuality(
+            passes=self.passes + other.passes,
+            rows=self.rows + other.rows,
+            bound_passes=self.bound_passes + other.bound_passes,
+            bound_rows=self.bound_rows + other.bound_rows,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPasses:
-    """Passes that fit, and what they are measured against.
+    """Passes that fit.
 
     Attributes:
         passes: Units of each, ascending; the passes by their first unit.
@@ -42,6 +71,16 @@ class FittedPasses:
 
     passes: tuple[tuple[int, ...], ...]
     capacity: int | None
+
+    def quality(self, units: Sharing) -> PlanQuality:
+        """Return how good the passes are, measured against the bound for their capacity."""
+        rows = sum(units.rows(one) for one in self.passes)
+        if self.capacity is None:
+            return PlanQuality(passes=1, rows=rows, bound_passes=1, bound_rows=rows)
+        bound = bound_passes(units, self.capacity)
+        return PlanQuality(
+            passes=len(self.passes), rows=rows, bound_passes=bound.passes, bound_rows=min(rows, bound.rows)
+        )
 
 
 def fit_passes(

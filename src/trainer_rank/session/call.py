@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from trainer_rank.admission import Admission, Budget
 from trainer_rank.errors import TrainerRankMemoryError
+from trainer_rank.planner.fit import PlanQuality
 from trainer_rank.requests import Flat, Normaliser, normaliser
 from trainer_rank.session.candidates import Candidate, Candidates, Units
 from trainer_rank.session.execution import Execution
-from trainer_rank.session.gate import Gate
+from trainer_rank.session.gate import Gate, Plan
 from trainer_rank.session.micro_batch import MicroBatch
 from trainer_rank.session.split import SplitPart, check_split
 
@@ -59,6 +60,7 @@ class Call:
 
     Attributes:
         skipped: Requests left out so far.
+        quality: How good the plan is of what was not recorded; None before it is made.
 
     Raises:
         RequestError: ``recorded`` is of other requests.
@@ -75,6 +77,7 @@ class Call:
     ) -> None:
         check_split(groups, recorded)
         self.skipped: list[Skipped] = []
+        self.quality: PlanQuality | None = None
         self._flat = flat
         self._groups = groups
         self._gate = gate
@@ -89,22 +92,26 @@ class Call:
         """
         budget = self._gate.read_budget()
         split = len(self._groups) > 1 or len(self._recorded) > 1
-        fresh = self._fresh(budget, split=split)
+        fresh, self.quality = self._fresh(budget, split=split)
         if any(group.recompute_choices for group in self._groups):
-            fresh = self._fastest(fresh, budget, split=split)
+            fresh, self.quality = self._fastest(fresh, self.quality, budget, split=split)
         split = split or len(fresh) + len(self._recorded) > 1
         again = [_Planned(part=one, charged_bytes=0, recorded=True) for one in self._recorded]
         return again + self._ordered(fresh, budget, split=split), split, budget
 
-    def _fresh(self, budget: Budget, *, split: bool) -> list[Pass]:
-        """Return passes over what no recorded one covers, which fit."""
-        return [
-            (number, units)
-            for number in range(len(self._groups))
-            for units in self._cut(number, self._left(number), budget, split=split)
-        ]
+    def _fresh(self, budget: Budget, *, split: bool) -> tuple[list[Pass], PlanQuality]:
+        """Return passes over what no recorded one covers, which fit, and how good they are."""
+        found: list[Pass] = []
+        quality = PlanQuality()
+        for number in range(len(self._groups)):
+            passes, one = self._cut(number, self._left(number), budget, split=split)
+            found += [(number, units) for units in passes]
+            quality += one
+        return found, quality
 
-    def _fastest(self, widest: list[Pass], budget: Budget, *, split: bool) -> list[Pass]:
+    def _fastest(
+        self, widest: list[Pass], quality: PlanQuality, budget: Budget, *, split: bool
+    ) -> tuple[list[Pass], PlanQuality]:
         """Return the passes with the least predicted time, among plans that let fewer and fewer layers be recomputed.
 
         The widest passes share the most and recompute the most; narrower ones leave room to keep activations.
@@ -113,28 +120,30 @@ class Call:
         for most in self._groups[0].recompute_choices[-2::-1]:
             self._limit(most)
             try:
-                passes = self._within_limit(budget, split=split)
-                time = None if passes is None else self._time(passes, budget, split=split)
+                found = self._within_limit(budget, split=split)
+                time = None if found is None else self._time(found[0], budget, split=split)
             finally:
                 self._limit(None)
-            if passes is None or time is None:
+            if found is None or time is None:
                 # Some request needs more layers recomputed than this; it would with fewer, too.
                 break
             if time < least:
-                best, least = passes, time
-        return best
+                (best, quality), least = found, time
+        return best, quality
 
-    def _within_limit(self, budget: Budget, *, split: bool) -> list[Pass] | None:
+    def _within_limit(self, budget: Budget, *, split: bool) -> tuple[list[Pass], PlanQuality] | None:
         """Return what ``_fresh`` does, under the limit in force; None when some unit does not fit. Refuses nothing."""
         found: list[Pass] = []
+        quality = PlanQuality()
         for number, group in enumerate(self._groups):
             if not (left := self._left(number)):
                 continue
-            passes = self._gate.passes(group, left, budget, split=split)
-            if passes is None:
+            plan = self._gate.passes(group, left, budget, split=split)
+            if plan is None:
                 return None
-            found += [(number, units) for units in passes]
-        return found
+            found += [(number, units) for units in plan[0]]
+            quality += plan[1]
+        return found, quality
 
     def _limit(self, most: int | None) -> None:
         for group in self._groups:
@@ -170,7 +179,7 @@ class Call:
                     raise self._gate.refusal_to_repeat(candidate, verdict)
                 # The caller kept memory, or another process took some: these units are planned anew.
                 split = True
-                cut = self._cut(one.group, one.numbers, verdict.budget, split=True, begun=True)
+                cut, _ = self._cut(one.group, one.numbers, verdict.budget, split=True, begun=True)
                 later = self._ordered([(one.group, units) for units in cut], verdict.budget, split=True) + later
                 continue
             ran = SplitPart.of(one.group, one.numbers, candidate)
@@ -183,7 +192,7 @@ class Call:
         covered = {unit for one in self._recorded if one.group == number for unit in one.numbers}
         return tuple(unit for unit in self._groups[number].everything if unit not in covered)
 
-    def _cut(self, number: int, units: Units, budget: Budget, *, split: bool, begun: bool = False) -> list[Units]:
+    def _cut(self, number: int, units: Units, budget: Budget, *, split: bool, begun: bool = False) -> Plan:
         """Return passes that fit over units of a group, but for those that are skipped."""
         group = self._groups[number]
 
@@ -223,6 +232,14 @@ class MicroBatches(Iterator[MicroBatch]):
     def skipped(self) -> tuple[Skipped, ...]:
         """Requests left out so far."""
         return tuple(self._call.skipped)
+
+    @property
+    def quality(self) -> PlanQuality | None:
+        """How good the plan is: its rows and passes beside what no plan falls below; None before the iteration begins.
+
+        What is repeated by a recorded split is not in it.
+        """
+        return self._call.quality
 
     def __next__(self) -> MicroBatch:
         return next(self._run)

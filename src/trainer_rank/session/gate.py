@@ -10,12 +10,15 @@ from trainer_rank.admission import Admission, Budget
 from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.memory import Price, Term
 from trainer_rank.meters import Meter, Reading
-from trainer_rank.planner.fit import fit_passes
+from trainer_rank.planner.fit import PlanQuality, fit_passes
 from trainer_rank.requests import Flat
 from trainer_rank.runtime import Runtime
 from trainer_rank.session.candidates import Candidate, Candidates, Units
 from trainer_rank.session.optimizer import Optimizer
 from trainer_rank.units import format_bytes
+
+Plan = tuple[list[Units], PlanQuality]
+"""Passes over units of one group, and how good they are."""
 
 
 class Gate:
@@ -57,7 +60,7 @@ class Gate:
         refused: Callable[[TrainerRankMemoryError, int], None],
         split: bool,
         begun: bool = False,
-    ) -> list[Units]:
+    ) -> Plan:
         """Return passes over the units, each admitted, but for units that cannot fit alone.
 
         ``refused`` is told of each of these; it may raise.
@@ -68,19 +71,19 @@ class Gate:
                 return found
             refused(self.refusal(flat, group, found, budget, begun=begun), found)
             units, split = tuple(unit for unit in units if unit != found), True
-        return []
+        return [], PlanQuality()
 
-    def passes(self, group: Candidates, units: Units, budget: Budget, *, split: bool) -> list[Units] | None:
+    def passes(self, group: Candidates, units: Units, budget: Budget, *, split: bool) -> Plan | None:
         """Return passes over the units, each admitted; None when some unit cannot fit alone. Records no refusal."""
         found = self._fitted(group, units, budget, split=split)
         return None if isinstance(found, int) else found
 
-    def _fitted(self, group: Candidates, units: Units, budget: Budget, *, split: bool) -> list[Units] | int:
+    def _fitted(self, group: Candidates, units: Units, budget: Budget, *, split: bool) -> Plan | int:
         """Return passes over the units, each admitted, or a unit that cannot fit alone."""
         computing = tuple(unit for unit in units if group.computes(unit))
         idle = tuple(unit for unit in units if not group.computes(unit))
         if not computing:
-            return [idle]
+            return [idle], PlanQuality(passes=1, bound_passes=1)
 
         def chosen(numbers: Sequence[int]) -> Units:
             # What computes nothing rides with the first pass: it costs nothing and must be handed out once.
@@ -99,12 +102,11 @@ class Gate:
                 return min(1.0, verdict.price.required_bytes / room) if room > 0 else 0.0
             return max(1.0 + 1e-9, verdict.price.required_bytes / room) if room > 0 else math.inf
 
-        found = fit_passes(
-            group.sharing.of(computing), fill, most_rows=self._max_packed_tokens, pass_rows=group.speed.pass_rows
-        )
+        sharing = group.sharing.of(computing)
+        found = fit_passes(sharing, fill, most_rows=self._max_packed_tokens, pass_rows=group.speed.pass_rows)
         if isinstance(found, int):
             return computing[found]
-        return [chosen(numbers) for numbers in found.passes]
+        return [chosen(numbers) for numbers in found.passes], found.quality(sharing)
 
     def refusal(
         self, flat: Flat, group: Candidates, unit: int, budget: Budget, *, begun: bool

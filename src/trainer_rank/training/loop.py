@@ -248,11 +248,12 @@ class _Run:
         if outcome.skipped:
             raise TrainingError(self._stopped(number, f"the norm of the gradient is {outcome.grad_norm}"))
         self._resident.sample()
-        seconds = time.perf_counter() - begin
+        seconds, quality = time.perf_counter() - begin, micro_batches.quality
         record = StepRecord(
             step=number,
             requests=len(batch),
             skipped=len(micro_batches.skipped),
+            plan_gap=quality.gap if quality is not None and quality.passes else None,
             logical_tokens=passes.logical_tokens,
             packed_rows=passes.packed_rows,
             sharing_ratio=passes.logical_tokens / passes.packed_rows if passes.packed_rows else 1.0,

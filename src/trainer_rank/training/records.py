@@ -14,6 +14,8 @@ class StepRecord:
 
     Attributes:
         step: 1-based.
+        plan_gap: How far the packed rows may be above the least that any plan has, as a fraction; None for a step whose
+            plan was repeated.
         skipped: Requests left out because they cannot fit; only with ``on_refuse: skip``.
         predicted_peak_bytes: Highest predicted peak of the step's passes; whole device, resident bytes included.
         observed_peak_bytes: The same as measured: resident bytes at admission plus the pass's measured peak above them.
@@ -43,6 +45,7 @@ class StepRecord:
     verify_difference: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     skipped: int = 0
+    plan_gap: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

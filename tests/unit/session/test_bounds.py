@@ -112,7 +112,7 @@ def pairs_pricing(kind: type[ProfilePricing]) -> ProfilePricing:
 @pytest.fixture
 def no_sharing_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout tried before full sharing shares nothing."""
-    monkeypatch.setattr(work_module, "choose_layout", lambda tree: Layout.no_sharing())
+    monkeypatch.setattr(work_module, "choose_layout", lambda tree, _: Layout.no_sharing())
 
 
 @pytest.mark.usefixtures("no_sharing_first")
@@ -181,7 +181,7 @@ def branches(first: int) -> AtomicGroup:
 def roots_replayed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout tried before full sharing computes what all share once per branch."""
 
-    def choose(tree: PrefixTree) -> Layout:
+    def choose(tree: PrefixTree, segment_rows: int) -> Layout:
         return Layout.mixed(tuple((tree.parent >= 0).tolist()))
 
     monkeypatch.setattr(work_module, "choose_layout", choose)
