@@ -90,14 +90,22 @@ class Call:
         Raises:
             TrainerRankMemoryError: A unit cannot fit alone, and none is to be skipped.
         """
-        budget = self._gate.read_budget()
         split = len(self._groups) > 1 or len(self._recorded) > 1
+        budget = self._gate.read_budget()
+        if not self._fits_whole(budget, split=split):
+            # Graphs that only the collector finds stand in the way of wider passes; a step of several pays for it.
+            budget = self._gate.read_budget(collect=True)
         fresh, self.quality = self._fresh(budget, split=split)
         if any(group.recompute_choices for group in self._groups):
             fresh, self.quality = self._fastest(fresh, self.quality, budget, split=split)
         split = split or len(fresh) + len(self._recorded) > 1
         again = [_Planned(part=one, charged_bytes=0, recorded=True) for one in self._recorded]
         return again + self._ordered(fresh, budget, split=split), split, budget
+
+    def _fits_whole(self, budget: Budget, *, split: bool) -> bool:
+        """Return whether each group fits into one pass."""
+        pending = self._gate.pending(split=split)
+        return all(group.admission(group.everything, budget, pending)[1].admitted for group in self._groups)
 
     def _fresh(self, budget: Budget, *, split: bool) -> tuple[list[Pass], PlanQuality]:
         """Return passes over what no recorded one covers, which fit, and how good they are."""

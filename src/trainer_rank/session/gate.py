@@ -203,7 +203,10 @@ class Gate:
             short_bytes=max(1, needed - budget.budget_bytes),
         )  # fmt: skip
 
-    def read_budget(self) -> Budget:
+    def read_budget(self, *, collect: bool = False) -> Budget:
+        """Return what the device can give now, after collecting reference cycles if it is asked for."""
+        if collect:
+            gc.collect()
         return budget_of(self._meter.prepare())
 
     def pending(self, *, split: bool) -> tuple[Term, ...]:
