@@ -43,7 +43,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from trainer_rank import Request, TrainerRank, TrainerRankMemoryError, TransformersRuntime  # noqa: E402
-from trainer_rank.memory import Price, Term  # noqa: E402
+from trainer_rank.memory import Price, Residual, Term  # noqa: E402
 from trainer_rank.meters import Meter, open_meter  # noqa: E402
 from trainer_rank.store import LearnedStore  # noqa: E402
 
@@ -267,7 +267,7 @@ def main() -> None:
         ratios = utilisations(made)
         outside = run_children()
         entries = LearnedStore().entries()
-        learned = sum(any(peak > price for _, _, price, peak in one.value) for one in entries)
+        learned = sum(Residual.from_json(one.value).is_short for one in entries)
     total = sum(inside.values()) + sum(outside.values())
     figures = {
         "workloads": total,

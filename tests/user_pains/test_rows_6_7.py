@@ -11,7 +11,8 @@ import torch
 from tests.builders import gradients, negative_sum, tiny_runtime, tokens
 from trainer_rank import Request, TrainerRank
 from trainer_rank.memory.profile import ForwardShape, Profile, ProfileModel, price_forward
-from trainer_rank.memory.residual import Residual, Seen
+from trainer_rank.memory.residual import Residual
+from trainer_rank.memory.seen import Seen
 from trainer_rank.meters import open_meter
 from trainer_rank.units import GIB
 

@@ -228,7 +228,7 @@ def _meaning(entry: Entry) -> str:
             f"{known.packed_rows:,} rows"
         )
     residual = Residual.from_json(entry.value)
-    if not any(one.missing_bytes > 0 for one in residual.seen):
+    if not residual.is_short:
         return "every price was enough"
     return (
         f"{format_bytes(int(residual.intercept + residual.margin))} + {residual.per_row:,.1f} B per row + "

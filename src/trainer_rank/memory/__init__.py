@@ -11,8 +11,9 @@ from trainer_rank.memory.features import CALL_SIZES, TOTALS, Call, PassFeatures,
 from trainer_rank.memory.price import Observation, Price, Term, combine, itemised
 from trainer_rank.memory.profile import ForwardShape, Profile, ProfileModel, gated_delta_net_state_bytes
 from trainer_rank.memory.profile_book import ProfileBook
-from trainer_rank.memory.residual import Residual, Seen
+from trainer_rank.memory.residual import Residual
 from trainer_rank.memory.residual_book import ResidualBook
+from trainer_rank.memory.seen import Seen
 from trainer_rank.memory.signature import MemorySignature, RecomputeReading, RecomputeSetting, packed_priced
 from trainer_rank.memory.snapshot import HeldSegment, HistoryEntry, Snapshot, load_snapshot, parse_snapshot
 from trainer_rank.memory.snapshot_check import SnapshotCheck, check_history, check_snapshot

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer_rank.memory.residual import Residual, Seen
+from trainer_rank.memory.residual import Residual
+from trainer_rank.memory.seen import Seen
 
 
 class ResidualBook:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_rank.memory.residual import KEPT, Residual, Seen, fit
+from trainer_rank.memory.keep import KEPT, LATEST
+from trainer_rank.memory.residual import Residual, fit
+from trainer_rank.memory.seen import Seen
 from trainer_rank.units import GIB, MIB
 
 
@@ -102,13 +104,83 @@ observations = st.lists(
 @settings(deadline=None, max_examples=150)
 @given(observations)
 def test_no_observation_lies_above_the_fit(batch: list[Seen]) -> None:
-    """And bigger passes never get less."""
+    """Not by a byte."""
     found = fit(batch)
     for one in batch:
-        assert found.extra_bytes(one.packed_rows, one.logical_tokens, 10**9) >= one.missing_bytes - 1 - 1e-5 * 10**9
-        assert found.extra_bytes(one.packed_rows + 100, one.logical_tokens + 100, 10**9) >= found.extra_bytes(
-            one.packed_rows, one.logical_tokens, 10**9
-        )
+        assert found.extra_bytes(*one.size) >= one.missing_bytes
+
+
+def history(kind: str, count: int, seed: int) -> list[Seen]:
+    """Passes of all sizes that were short of something: of a cost that scatters, of one that bends, of rare ones."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        rows = int(draw.integers(50, 16_000))
+        tokens, chance = int(rows * draw.uniform(1, 8)), float(draw.uniform())
+        short = {
+            "scatters": 50e6 + 2000 * rows + 20e6 * chance,
+            "bends": 1e6 * rows**0.5 * (0.8 + 0.2 * chance),
+            "rare": 500e6 if chance > 0.97 else -1e6,
+        }[kind]
+        found.append(seen(rows, int(short), tokens=tokens, predicted=300_000 * rows + 20_000 * tokens))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["scatters", "bends", "rare"])
+def test_of_a_long_history_nothing_is_forgotten_that_matters(kind: str) -> None:
+    """What is kept is bounded; no pass that ever ran is charged less than it needed, and few are charged more."""
+    batch = history(kind, 3 * KEPT, seed=1)
+    found = Residual()
+    for one in batch:
+        found = found.observe(one)
+    assert len(found.seen) == KEPT
+    charged = [one.predicted_bytes + found.extra_bytes(*one.size) for one in batch]
+    needed = [max(one.predicted_bytes, one.peak_bytes) for one in batch]
+    assert all(ours >= least for ours, least in zip(charged, needed, strict=True))
+    if kind != "rare":
+        assert float(np.median(np.array(charged) / np.array(needed))) < 1.01
+
+
+@pytest.mark.parametrize("kind", ["scatters", "bends", "rare"])
+def test_what_is_kept_is_all_there_is(kind: str) -> None:
+    """The residual is a function of it, so one that comes back from a checkpoint prices to the byte as the one that
+    went on."""
+    found = Residual()
+    for number, one in enumerate(history(kind, KEPT + 40, seed=2)):
+        found = found.observe(one)
+        if number % 12 == 0:
+            assert Residual.from_json(found.to_json()) == found
+    assert found.observe(*found.seen[-LATEST:]) == found
+
+
+@pytest.mark.parametrize("kind", ["scatters", "bends", "rare"])
+def test_what_ran_costs_no_more_than_passes_no_larger_needed(kind: str) -> None:
+    """To the byte, for as many sizes as are kept, whatever the others taught."""
+    batch = history(kind, KEPT, seed=3)
+    found = fit(batch)
+    for one in batch:
+        no_larger = [
+            other.peak_bytes
+            for other in batch
+            if all(small <= large for small, large in zip(other.size, one.size, strict=True))
+        ]
+        limit = max(one.predicted_bytes, *no_larger)
+        assert one.predicted_bytes + found.extra_bytes(*one.size) <= limit
+
+
+@settings(deadline=None, max_examples=100)
+@given(observations, st.tuples(*[st.integers(1, 10**5)] * 3), st.tuples(*[st.integers(0, 10**5)] * 3))
+def test_a_larger_pass_never_costs_less(
+    batch: list[Seen], size: tuple[int, int, int], more: tuple[int, int, int]
+) -> None:
+    """In rows, tokens and traced price."""
+    found = fit(batch)
+    larger = tuple(one + other for one, other in zip(size, more, strict=True))
+    prices = [
+        predicted + found.extra_bytes(rows, tokens, predicted)
+        for rows, tokens, predicted in ((size[0], size[1], 10**4 * size[2]), (larger[0], larger[1], 10**4 * larger[2]))
+    ]
+    assert prices[1] >= prices[0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -138,12 +210,21 @@ def test_the_margin_shrinks_as_observations_agree() -> None:
     assert margins[0] > margins[1] > margins[2] > 0
 
 
-def test_memory_is_bounded_and_what_holds_the_fit_up_stays() -> None:
-    """However many passes run, the worst of them is not forgotten."""
+def test_the_worst_is_not_forgotten_for_many_that_are_alike() -> None:
+    """However many passes run that were short of next to nothing."""
     found = Residual().observe(seen(1000, 50 * MIB)).observe(seen(10_000, 500 * MIB))
     before = found.extra_bytes(10_000, 10_000, 10**9)
-    for number in range(3 * KEPT):
+    for number in range(2 * KEPT):
         found = found.observe(seen(500 + number, 10))
     assert len(found.seen) == KEPT
     assert found.extra_bytes(10_000, 10_000, 10**9) >= 500 * MIB
     assert found.extra_bytes(10_000, 10_000, 10**9) <= 1.1 * before
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, -4], [1, 2, 3, 2**63], [1, 2, 3, 4.0], [1, 2, 3, True], "1234"]
+)
+def test_values_that_are_no_observation_are_refused(values: list[int]) -> None:
+    """The message shows them."""
+    with pytest.raises(ValueError, match="an observation must be 4 or 5 whole numbers"):
+        Residual.from_json([values])

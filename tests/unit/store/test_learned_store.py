@@ -15,7 +15,7 @@ import pytest
 
 from trainer_rank.errors import StoreError
 from trainer_rank.memory import Residual
-from trainer_rank.memory.residual import KEPT
+from trainer_rank.memory.keep import KEPT
 from trainer_rank.store import Entry, LearnedStore, default_path, digest_of
 from trainer_rank.store.learned_store import SCHEMA
 
