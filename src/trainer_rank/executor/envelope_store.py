@@ -73,13 +73,13 @@ class EnvelopeStore:
             warnings.warn(f"the envelope cache {path} cannot be written ({error})", RuntimeWarning, stacklevel=2)
 
     def _path(self, facts: Mapping[str, Any]) -> Path:
-        everything = {"facts": facts, "code": _code_digest(), "libraries": _versions()}
+        everything = {"facts": facts, "code": code_digest(), "libraries": _versions()}
         text = json.dumps(everything, sort_keys=True, default=str)
         return self._folder / f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.json"
 
 
 @cache
-def _code_digest() -> str:
+def code_digest() -> str:
     """Digest of the source that decides what a pass allocates and how that is solved for."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=16)

@@ -66,10 +66,15 @@ class Residual:
         share = min(1.0, packed_rows / max(1, rows), logical_tokens / max(1, tokens))
         growing = self.per_row * packed_rows + self.per_token * logical_tokens
         extra = math.ceil(growing + share * (self.intercept + self.margin))
+        enough = self.enough_bytes(packed_rows, logical_tokens, predicted_bytes)
+        return extra if enough is None else min(extra, max(0, enough - predicted_bytes))
+
+    def enough_bytes(self, packed_rows: int, logical_tokens: int, predicted_bytes: int) -> int | None:
+        """Return what a pass of this size and this price was seen to have enough with; None when none as large ran."""
         for rows, tokens, predicted, peak in self.enough:
             if rows >= packed_rows and tokens >= logical_tokens and predicted >= predicted_bytes:
-                return min(extra, max(0, peak - predicted_bytes))
-        return extra
+                return peak
+        return None
 
     def observe(self, *more: Seen) -> Residual:
         """Return the residual with more observations."""

@@ -13,7 +13,8 @@ from trainer_rank.session.units import Unit
 def hardest_units(
     flat: Flat, units: Sequence[Unit], features: Callable[[PassWork], PassFeatures] | None
 ) -> Iterator[int]:
-    """Yield the numbers of the units that no other single request reaches in every feature its price grows with.
+    """Yield the numbers of the units that no other single request with as many labels per position reaches in every
+    feature its price grows with.
 
     Atomic groups are all yielded: which of its layouts a group takes is known only against a budget. So are requests
     with outputs beside log-probs, which the features do not count.
@@ -37,11 +38,15 @@ def hardest_units(
     for number in alike.values():
         (index,) = units[number].indices
         alone.append((features(pass_work([flat.leaves[index]], [index])), number))
-    kept: list[PassFeatures] = []
+    # What is learned of one mix of outputs is not in the price of another.
+    kept: dict[tuple[int, ...], list[PassFeatures]] = {}
     # A pass that reaches another has at least its sum of counts, so it comes first.
     for found, number in sorted(alone, key=lambda pair: (-sum(pair[0].totals), pair[1])):
-        if not any(reaches(other, found) for other in kept):
-            kept.append(found)
+        labels = flat.leaves[units[number].indices[0]].labels
+        assert labels is not None, "an inactive request computes nothing"
+        alike_in_outputs = kept.setdefault(labels.shape[1:], [])
+        if not any(reaches(other, found) for other in alike_in_outputs):
+            alike_in_outputs.append(found)
             yield number
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from trainer_rank.errors import StoreError
+from trainer_rank.executor.envelope_store import code_digest
 from trainer_rank.meters import Meter
 from trainer_rank.planner import Speed
 from trainer_rank.runtime import Runtime
@@ -103,5 +104,7 @@ def environment_of(runtime: Runtime, meter: Meter) -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "meter": meter.name,
-        "versions": {name: metadata.version(name) for name in _LIBRARIES} | {"cuda": torch.version.cuda},
+        "versions": {name: metadata.version(name) for name in _LIBRARIES}
+        # A price is traced through this code: the difference to it is not that to another version's.
+        | {"cuda": torch.version.cuda, "prices": code_digest()},
     }

@@ -61,6 +61,9 @@ class ResidualPricing(PassByPass):
         if len(forwards) != 1 or len(forwards[0].works) != 1:
             return
         (work,) = forwards[0].works
+        # Without its backward a pass needs less than it was priced for, and shows nothing.
+        if not work.no_grad and observation.caller_bytes is None:
+            return
         seen = Seen(
             packed_rows=work.batch.packed_rows,
             logical_tokens=work.batch.logical_tokens,
@@ -88,7 +91,7 @@ class ResidualPricing(PassByPass):
 
     def facts(self, forwards: Sequence[Forward]) -> dict[str, Any]:
         works = [work for forward in forwards for work in forward.works]
-        return {"name": "envelope", LEARNED: [self._extra(work, self._bare(work)) for work in works]}
+        return {"name": "envelope", LEARNED: [self._used(work) for work in works]}
 
     def _with_learned(self, work: PassWork) -> Price:
         price = self._bare(work)
@@ -97,6 +100,27 @@ class ResidualPricing(PassByPass):
             return price
         terms = (*price.terms, Term(name=LEARNED, num_bytes=extra))
         return replace(price, required_bytes=price.required_bytes + extra, terms=terms)
+
+    def _used(self, work: PassWork) -> dict[str, Any] | None:
+        """Return what the learned part of a price is made of, as plain values; None when nothing is known."""
+        signature = self._signature(work)
+        known = self._book.find(signature)
+        if known is None or not known.is_short:
+            return None
+        price = self._bare(work)
+        size = (work.batch.packed_rows, work.batch.logical_tokens, price.required_bytes)
+        return {
+            "signature": json.loads(signature),
+            "traced_bytes": price.required_bytes,
+            "extra_bytes": known.extra_bytes(*size),
+            "intercept": known.intercept,
+            "per_row": known.per_row,
+            "per_token": known.per_token,
+            "margin": known.margin,
+            "fewest_rows": known.smallest[0],
+            "fewest_tokens": known.smallest[1],
+            "enough_bytes": known.enough_bytes(*size),
+        }
 
     def _extra(self, work: PassWork, price: Price) -> int:
         known = self._book.find(self._signature(work)) if len(self._book) else None

@@ -198,7 +198,7 @@ def test_a_record_says_what_a_price_was_made_of(profile_rank: Callable[..., Trai
     plain: list[Record] = []
     train(new_rank(on_decision=plain.append), LONG)
     assert isinstance(plain[0], AdmissionRecord)
-    assert plain[0].pricing == {"name": "envelope", "learned": [0]}
+    assert plain[0].pricing == {"name": "envelope", "learned": [None]}
 
 
 def test_a_recorded_price_is_made_again_from_its_record(profile_rank: Callable[..., TrainerRank]) -> None:

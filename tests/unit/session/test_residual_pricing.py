@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.builders import completions, negative_sum, offering, tiny_runtime
+from tests.builders import BentMeter, completion, completions, negative_sum, offering, tiny_runtime, tokens
 from tests.unit.session.conftest import NewRank
 from trainer_rank.errors import TrainerRankMemoryError
 from trainer_rank.memory import Observation
 from trainer_rank.meters import Meter
+from trainer_rank.planner import PassWork
+from trainer_rank.report import Record
 from trainer_rank.requests import Request
 from trainer_rank.session import MicroBatch, TrainerRank
+from trainer_rank.session.residual_pricing import ResidualPricing
 from trainer_rank.store import LearnedStore
+from trainer_rank.units import GIB
 
 LARGE = completions([30, 30, 30, 30], prompt=40)
 SMALL = completions([5, 4], prompt=6)
@@ -60,6 +67,12 @@ def price(rank: TrainerRank, requests: Sequence[Request]) -> int:
     return planned.stats.required_bytes
 
 
+def signature_of(rank: TrainerRank, work: PassWork) -> str:
+    pricer = rank._pricing
+    assert isinstance(pricer, ResidualPricing)
+    return pricer._signature(work)
+
+
 def learned(rank: TrainerRank, requests: Sequence[Request]) -> int:
     (planned,) = rank.plan(requests)
     return sum(term.num_bytes for term in planned.admission.terms if term.name == "learned")
@@ -98,8 +111,8 @@ def test_a_large_surprise_does_not_refuse_smaller_work(new_rank: NewRank, meter:
     own, large = price(rank, SMALL), price(rank, LARGE)
     (observed,) = train(rank, LARGE)
     rank.learned()
-    tokens = [one.stats.logical_tokens for batch in (SMALL, LARGE) for one in rank.plan(batch)]
-    share = (observed.peak_bytes - large) * tokens[0] // tokens[1]
+    few, many = (one.stats.logical_tokens for batch in (SMALL, LARGE) for one in rank.plan(batch))
+    share = (observed.peak_bytes - large) * few // many
     assert learned(rank, SMALL) == pytest.approx(share, abs=2)
     pending = sum(term.num_bytes for term in rank.plan(SMALL)[0].admission.pending)
     tight = offering(meter, own + share + pending + 2)
@@ -117,6 +130,91 @@ def test_a_small_surprise_does_not_poison_a_large_pass(new_rank: NewRank) -> Non
     rank.learned()
     short = observed.peak_bytes - (price(rank, SMALL) - learned(rank, SMALL))
     assert price(rank, LARGE) == own + short
+
+
+@pytest.mark.filterwarnings("ignore:caller_above_declaration")
+def test_27_tokens_do_not_poison_20_000(new_rank: NewRank) -> None:
+    """A warm-up that needed far more than its price raises that of a long pass by as many bytes, in one pass still."""
+    rank = new_rank(caller_bytes_per_token=0)
+    warm_up, long = completions([18], prompt=9), completions([1900] * 10, prompt=1000)
+    (before,) = rank.plan(long)
+    assert before.stats.packed_rows == 20_000
+    (observed,) = train(rank, warm_up)
+    assert observed.packed_rows == 27
+    (after,) = rank.plan(long)
+    short = observed.peak_bytes - (price(rank, warm_up) - learned(rank, warm_up))
+    assert short > 500_000
+    assert after.stats.required_bytes == before.stats.required_bytes + short
+
+
+def test_129_gb_observed_once_do_not_block_the_same_tokens_on_fewer_rows(new_rank: NewRank, meter: Meter) -> None:
+    """The incident: 73,696 tokens, nothing shared, were short of 123 GB; shared, on 21,487 rows, they fit 80 GiB."""
+    budget = 80 * GIB
+    roomy = BentMeter(meter, lambda reading: replace(reading, available_bytes=budget, budget_bytes=budget))
+    rank = new_rank(caller_bytes_per_token=0, meter=roomy)
+    shared = completions([1023] * 18, prompt=3071)
+    (before,) = rank.plan(shared)
+    assert (before.stats.packed_rows, before.stats.logical_tokens) == (21_485, 73_692)
+    (work,) = before.works
+    state = rank.learned()
+    state["learned"] = {signature_of(rank, work): [[73_696, 73_696, 6 * 10**9, 129 * 10**9]]}
+    rank.load_learned(state)
+    (after,) = rank.plan(shared)
+    assert learned(rank, shared) == pytest.approx(123e9 * 21_485 / 73_696, rel=1e-6)
+    assert after.admission.admitted
+
+
+@pytest.mark.filterwarnings("ignore:caller_above_declaration")
+def test_a_pass_without_its_backward_teaches_nothing(new_rank: NewRank) -> None:
+    """It needed less than it will: what larger ones were short of stays in its price."""
+    rank = new_rank(caller_bytes_per_token=0)
+    train(rank, [*LARGE, *completions([30, 30], prompt=40, seed=9)])
+    before = learned(rank, LARGE)
+    assert before > 1_000_000
+    for micro_batch in rank.forward_micro_batches(LARGE):
+        del micro_batch
+    assert learned(rank, LARGE) == before
+
+
+@pytest.mark.filterwarnings("ignore:caller_above_declaration")
+def test_the_hardest_request_is_found_by_what_was_learned_too(new_rank: NewRank) -> None:
+    """A longer request of other outputs does not stand for one whose outputs were short of memory."""
+    rank = new_rank(caller_bytes_per_token=0)
+    row = tokens(3, 70)
+    labels = np.stack([row, row], axis=1)
+    labels[:60] = -100
+    wide = Request(tokens=row, labels=labels)
+    longer = completion(tokens(4, 110), tokens(5, 40))
+    train(rank, [wide])
+    assert price(rank, [wide]) > price(rank, [longer])
+    hardest = rank.hardest([wide, longer])
+    assert hardest is not None
+    assert hardest.indices == (0,)
+
+
+@pytest.mark.filterwarnings("ignore:caller_above_declaration")
+def test_a_record_holds_what_the_learned_part_was_made_of(new_rank: NewRank) -> None:
+    """Enough to make it again without the observations; nothing where nothing is known."""
+    records: list[Record] = []
+    rank = new_rank(caller_bytes_per_token=0, on_decision=records.append)
+    for batch in (LARGE, SMALL, LARGE[:2], LARGE[:3]):
+        train(rank, batch)
+    lines = [json.loads(json.dumps(one.as_line())) for one in records]
+    admissions = [line for line in lines if line["kind"] == "admission"]
+    assert admissions[0]["pricing"] == {"name": "envelope", "learned": [None]}
+    for line in admissions[1:]:
+        (used,), (one,) = line["pricing"]["learned"], line["passes"]
+        share = min(
+            1.0, one["packed_rows"] / used["fewest_rows"], one["logical_tokens"] / used["fewest_tokens"]
+        )  # fmt: skip
+        extra = math.ceil(
+            used["per_row"] * one["packed_rows"] + used["per_token"] * one["logical_tokens"]
+            + share * (used["intercept"] + used["margin"])
+        )  # fmt: skip
+        if used["enough_bytes"] is not None:
+            extra = min(extra, max(0, used["enough_bytes"] - used["traced_bytes"]))
+        assert extra == used["extra_bytes"] == line["terms"].get("learned", 0)
+        assert line["required_bytes"] == used["traced_bytes"] + used["extra_bytes"]
 
 
 @pytest.mark.filterwarnings("ignore:caller_above_declaration")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sqlite3
 import subprocess
 import sys
 import time
+import warnings
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,8 @@ import pytest
 from trainer_rank.errors import StoreError
 from trainer_rank.memory import Residual
 from trainer_rank.memory.keep import KEPT
-from trainer_rank.store import Entry, LearnedStore, default_path, digest_of
-from trainer_rank.store.learned_store import SCHEMA
+from trainer_rank.store import Entry, LearnedStore, database, default_path, digest_of
+from trainer_rank.store.database import SCHEMA
 
 HERE = {"model": {"family": "llama"}, "device": "cpu", "versions": {"torch": "2.13.0"}}
 THERE = {**HERE, "device": "NVIDIA H200"}
@@ -94,20 +97,110 @@ def test_four_processes_write_one_store_and_nothing_is_lost(store: LearnedStore)
     assert seen.observations == 100
 
 
-def test_a_process_that_dies_while_writing_leaves_the_store_as_it_was(store: LearnedStore) -> None:
-    """A transaction that was not committed is none."""
+def test_news_that_are_none_leave_the_store_as_it_was(store: LearnedStore) -> None:
+    """What was written of them before is not committed."""
     store.merge(HERE, "envelope", {"{}": SEEN})
     with pytest.raises(KeyError):
         store.merge(HERE, "unheard of", {"{}": SEEN})
-    with pytest.raises(ValueError, match="unpack"):
-        store.merge(HERE, "envelope", {"{}": SEEN[:1], '{"b": 2}': [[1, 2]]})
+    with pytest.raises(ValueError, match="an observation must be"):
+        store.merge(HERE, "envelope", {"{}": [[3, 3, 3, 3]], '{"b": 2}': [[1, 2]]})
     assert store.load(HERE, "envelope") == {"{}": SEEN}
+
+
+ENDLESS_WRITER = """
+import itertools, sys
+from pathlib import Path
+from trainer_rank.store import LearnedStore
+store = LearnedStore(Path(sys.argv[1]))
+for number in itertools.count(1):
+    store.merge({"device": "cpu"}, "envelope", {'{"a": 1}': [[number, 1, 10, 9]], '{"b": 1}': [[number, 1, 10, 9]]})
+    print(number, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_whole_transactions(store: LearnedStore) -> None:
+    """Two signatures are written at once: both know of every observation, or neither does."""
+    for stop_after in (1, 7, 12):
+        with subprocess.Popen(
+            [sys.executable, "-c", ENDLESS_WRITER, str(store.path)], env=os.environ, stdout=subprocess.PIPE, text=True
+        ) as writer:
+            assert writer.stdout is not None
+            for line in writer.stdout:
+                if int(line) == stop_after:
+                    writer.kill()
+                    break
+        first, second = (one.observations for one in store.entries())
+        assert first == second >= stop_after
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bytes_that_change_are_found_or_change_nothing(tmp_path: Path, filled: bytes, seed: int) -> None:
+    """Cut off, or overwritten anywhere: nothing false is ever loaded, and the store goes on."""
+    draw = random.Random(seed)
+    content, at = bytearray(filled), draw.randrange(len(filled))
+    if seed % 8 == 0:
+        del content[at:]
+    else:
+        content[at : at + draw.choice([1, 16, 200])] = bytes(draw.randrange(256) for _ in range(16))
+    store = LearnedStore(tmp_path / "learned.sqlite3")
+    store.path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = store.load(HERE, "envelope")
+    if told:
+        assert found == {}
+        assert store.path.with_name(f"{store.path.name}.damaged-1").read_bytes() == content
+    else:
+        assert found == MANY
+    store.merge(HERE, "envelope", {'{"new": 1}': SEEN})
+    assert store.load(HERE, "envelope") == {**found, '{"new": 1}': SEEN}
+
+
+MANY = {f'{{"n": {number}}}': [[100 + one, 400, 10_000, 12_000 + one] for one in range(15)] for number in range(30)}
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a store that knows ``MANY``."""
+    store = LearnedStore(tmp_path_factory.mktemp("filled") / "learned.sqlite3")
+    store.merge(HERE, "envelope", MANY)
+    store.close()
+    return store.path.read_bytes()
+
+
+def test_several_processes_that_meet_a_damaged_file_set_it_aside_once(store: LearnedStore) -> None:
+    """None of them takes the new file of another for the damaged one."""
+    store.path.parent.mkdir()
+    store.path.write_bytes(b"not a database at all, " * 100)
+    processes = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", WRITER, str(store.path), "0"], env=os.environ)
+        for _ in range(4)
+    ]
+    assert [one.wait(timeout=120) for one in processes] == [0, 0, 0, 0]
+    assert [one.name for one in store.path.parent.glob("*damaged*")] == ["learned.sqlite3.damaged-1"]
+    (seen,) = (one for one in store.entries() if one.pricer == "envelope")
+    assert seen.observations == 100
+
+
+def test_a_store_that_another_process_holds_is_named(store: LearnedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while, with what to do; what it held is still there."""
+    monkeypatch.setattr(database, "WAIT_SECONDS", 0.05)
+    store.merge(HERE, "envelope", {"{}": SEEN})
+    with closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(
+            StoreError, match=r"database is locked\); another process has held it .* end its transaction"
+        ):
+            store.merge(HERE, "envelope", {"{}": SEEN[:1]})
+        # Who only reads waits for nobody.
+        assert store.load(HERE, "envelope") == {"{}": SEEN}
 
 
 @pytest.mark.parametrize("content", [b"not a database at all, " * 100, b"SQLite format 3\0" + b"\xff" * 5000])
 def test_a_damaged_file_is_set_aside_and_named(store: LearnedStore, content: bytes) -> None:
     """It is never overwritten: what a user wants to recover is still there, twice over."""
     for number in (1, 2):
+        store.close()
         store.path.parent.mkdir(exist_ok=True)
         store.path.write_bytes(content)
         with pytest.warns(RuntimeWarning, match=rf"is damaged .* it is now .*damaged-{number}, .* sqlite3 shell"):
@@ -122,6 +215,7 @@ def test_a_store_of_a_newer_schema_is_left_alone(store: LearnedStore) -> None:
     with sqlite3.connect(store.path) as connection:
         connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
     connection.close()
+    store.close()
     before = store.path.read_bytes()
     for use in (store.entries, lambda: store.merge(HERE, "envelope", {"{}": SEEN}), lambda: store.forget("x")):
         with pytest.raises(StoreError, match=f"has schema {SCHEMA + 1}, .* update trainer-rank, or set XDG_DATA_HOME"):
@@ -135,6 +229,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     store = LearnedStore(tmp_path / "home" / "learned.sqlite3")
     with pytest.raises(StoreError, match=r"learned.sqlite3 cannot be used .* make its folder writable, or set XDG"):
         store.merge(HERE, "envelope", {"{}": SEEN})
+
+
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+    """Reading fails in the same words as writing."""
+    with pytest.raises(StoreError, match="cannot be used"):
+        LearnedStore(tmp_path / ("x" * 300) / "learned.sqlite3").load(HERE, "envelope")
 
 
 def test_a_clock_that_goes_backwards_changes_nothing_but_the_date(
@@ -161,7 +261,15 @@ def test_entries_go_to_json_and_into_another_store(store: LearnedStore, tmp_path
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"pricer": "x"}, {"value": [[1]]}, {"signature": "{"}, {"facts": 3}, {"observations": None}]
+    "wrong",
+    [
+        {"pricer": "x"},
+        {"value": [[1]]},
+        {"signature": "{"},
+        {"facts": 3},
+        {"observations": None},
+        {"written_at": float("nan")},
+    ],
 )
 def test_a_malformed_entry_is_refused(store: LearnedStore, wrong: dict[str, Any]) -> None:
     """Before anything is written."""
